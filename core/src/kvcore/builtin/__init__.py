@@ -1,0 +1,80 @@
+"""The built-in formats, kernels, pools, index spaces, transports and backups: a plugin like any other.
+
+Hooks import their module when they are called, so that a command which needs no tensors loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcore.contract import (
+    CONTRACT,
+    Backup,
+    Command,
+    Format,
+    IndexSpace,
+    Kernel,
+    PluginInfo,
+    PoolBuilder,
+    Transport,
+)
+from kvcore.hookspecs import hookimpl
+
+PLUGIN = PluginInfo(name="builtin", contract=CONTRACT, summary="plain formats, torch kernels, shm, host_tensor")
+
+
+@hookimpl
+def kvcore_register_formats() -> Sequence[type[Format]]:
+    """bf16, fp16, fp32."""
+    from kvcore.builtin.formats import PLAIN_FORMATS
+
+    return PLAIN_FORMATS
+
+
+@hookimpl
+def kvcore_register_pools() -> Sequence[type[PoolBuilder]]:
+    """CPU arenas in memfd."""
+    from kvcore.builtin.pools import POOL_BUILDERS
+
+    return POOL_BUILDERS
+
+
+@hookimpl
+def kvcore_register_payload_builders() -> Sequence[type[IndexSpace]]:
+    """The whole sequence."""
+    from kvcore.index_spaces import INDEX_SPACES
+
+    return INDEX_SPACES
+
+
+@hookimpl
+def kvcore_register_backups() -> Sequence[type[Backup]]:
+    """Host memory."""
+    from kvcore.builtin.host_tensor import HostTensorBackup
+
+    return (HostTensorBackup,)
+
+
+@hookimpl
+def kvcore_register_kernels() -> Sequence[type[Kernel]]:
+    """The exact reference, derived from any format, and tuned torch kernels for the plain ones."""
+    from kvcore.builtin.kernels_reference import REFERENCE_KERNELS
+    from kvcore.builtin.kernels_torch import TORCH_KERNELS
+
+    return (*REFERENCE_KERNELS, *TORCH_KERNELS)
+
+
+@hookimpl
+def kvcore_register_transports() -> Sequence[type[Transport]]:
+    """Shared memory between processes of one host."""
+    from kvcore.transfer.shm import ShmTransport
+
+    return (ShmTransport,)
+
+
+@hookimpl
+def kvcore_register_commands() -> Sequence[Command]:
+    """kvcore plugins, kvcore explain."""
+    from kvcore.builtin.commands import COMMANDS
+
+    return COMMANDS

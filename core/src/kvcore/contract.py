@@ -1,0 +1,567 @@
+"""What a plugin implements (no torch at import).
+
+Hooks register (:mod:`kvcore.hookspecs`); behaviour lives in the small abstract classes here. Everything a kernel or a
+backend receives is a plain object resolved at start-up: pluggy is never crossed per token.
+
+Shapes: ``T`` new tokens of a step, ``R`` rows (requests) of a step, ``Hq`` query heads, ``H`` heads of a stored tensor,
+``D`` its head dim, all as held by this rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import msgspec
+
+from kvcore.errors import UnsupportedError
+from kvcore.layout import ArenaOrder, Buffer, Int64Array, Layout, Placement, SpaceSpec
+from kvcore.spec import LayerGroup, ModelSpec, Shard
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from kvcore.moves import Program
+
+CONTRACT: tuple[int, int] = (1, 0)
+"""Version of this module. A plugin of another major version is refused."""
+
+Op = Literal["store", "load", "attend_decode", "attend_prefill", "copy_units"]
+OPS: tuple[Op, ...] = ("store", "load", "attend_decode", "attend_prefill", "copy_units")
+
+
+class PluginInfo(msgspec.Struct, frozen=True):
+    """Exposed by every plugin module as ``PLUGIN``.
+
+    Attributes:
+        name: equal to the name of its entry point in the group ``kvcore``.
+        contract: the :data:`CONTRACT` it was written for.
+        requires: names of plugins that must be enabled with it.
+        summary: one line for ``kvcore plugins``.
+    """
+
+    name: str
+    contract: tuple[int, int]
+    requires: tuple[str, ...] = ()
+    summary: str = ""
+
+
+class Support(msgspec.Struct, frozen=True):
+    """Whether something is supported, and why not. Every capability is FULL or unsupported with a reason."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def require(self, message: str, *, remedy: str = "", **fields: Any) -> None:
+        """Raise :class:`UnsupportedError` with the reason unless supported."""
+        if not self.ok:
+            raise UnsupportedError(message, remedy=remedy, reason=self.reason, **fields)
+
+
+FULL = Support(True)
+
+
+def unsupported(reason: str) -> Support:
+    """Return a refusal with its reason."""
+    return Support(False, reason)
+
+
+class Fence(ABC):
+    """A point in the order of work on a device: everything issued before it."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the work is finished, without waiting."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the work is finished."""
+
+
+class _Done(Fence):
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+    def __repr__(self) -> str:
+        return "DONE"
+
+
+DONE: Fence = _Done()
+"""The fence of work that is finished: what every op on the CPU returns."""
+
+
+# --- formats ---------------------------------------------------------------------------------------------------------
+
+
+class Format(ABC):
+    """A KV format: the bytes of a layer group, and the slow exact reference between values and bytes.
+
+    A format that implements these three methods has working ``store``, ``load`` and ``attend_*`` ops (the reference
+    kernels are derived), transfer, retraction and sizing. ``encode`` and ``decode`` are the oracle of every faster
+    kernel.
+
+    Attributes:
+        name: the id used in configurations and on the wire.
+        revision: changes whenever the meaning of the bytes does; peers must agree.
+    """
+
+    name: ClassVar[str]
+    revision: ClassVar[int] = 1
+
+    def supports(self, group: LayerGroup) -> Support:
+        """Whether the format can hold this group (a block that divides head_dim, …)."""
+        return FULL
+
+    @abstractmethod
+    def layout(self, group: LayerGroup, *, page_size: int, shard: Shard, arena: ArenaOrder) -> Layout:
+        """Describe the bytes of ``group`` on one rank. Raise LayoutError or ConfigError for what cannot be."""
+
+    @abstractmethod
+    def encode(
+        self, layout: Layout, rows: Mapping[str, torch.Tensor]
+    ) -> dict[tuple[str, str], torch.Tensor]:
+        """Encode rows to stored elements.
+
+        Args:
+            layout: as returned by :meth:`layout`.
+            rows: tensor name → values ``[T, H, D]``.
+
+        Returns:
+            ``(region, field)`` → elements ``[T, *other axes]`` in the field's storage dtype, axes in the field's
+            declaration order without ``slot``, padding left out. Every data field of the layout is present.
+        """
+
+    @abstractmethod
+    def decode(
+        self, layout: Layout, elements: Mapping[tuple[str, str], torch.Tensor], dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Inverse of :meth:`encode`: rows ``[T, H, D]`` by tensor name, in ``dtype``."""
+
+
+# --- index spaces ----------------------------------------------------------------------------------------------------
+
+
+class IndexSpace(ABC):
+    """How tokens map to logical units ``0, 1, 2, …`` of a request (integers only; the manager maps them to unit ids).
+
+    Attributes:
+        kind: name used in :class:`kvcore.layout.SpaceSpec`.
+    """
+
+    kind: ClassVar[str]
+
+    def check(self, spec: SpaceSpec) -> None:
+        """Raise ConfigError for options the space does not accept."""
+
+    @abstractmethod
+    def num_units(self, spec: SpaceSpec, length: int) -> int:
+        """Logical units a request of ``length`` tokens has touched: the exclusive end of its logical indices."""
+
+    @abstractmethod
+    def first_live(self, spec: SpaceSpec, length: int) -> int:
+        """First logical unit that a query at position ``length`` may still read. 0 unless old units fall dead."""
+
+    @abstractmethod
+    def final_units(self, spec: SpaceSpec, start: int, stop: int, *, last: bool) -> tuple[int, int]:
+        """Logical units ``[lo, hi)`` that became final when the cache grew from ``start`` to ``stop`` tokens.
+
+        A final unit is never written again by prefill. With ``last`` the partial unit is final too. Over the chunks
+        of a prompt every unit that is live at the end is listed exactly once.
+        """
+
+
+# --- pools -----------------------------------------------------------------------------------------------------------
+
+
+class Arena(ABC):
+    """One piece of device memory, owned until :meth:`close`.
+
+    Attributes:
+        nbytes: size.
+        address: address of the first byte in this process.
+        device: ``cpu``, ``cuda:0``, …
+        fd: file descriptor that another process can map read-only, or None.
+    """
+
+    nbytes: int
+    address: int
+    device: str
+    fd: int | None = None
+
+    @abstractmethod
+    def tensor(self) -> torch.Tensor:
+        """The whole arena as ``uint8 [nbytes]``, sharing memory."""
+
+    @abstractmethod
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The same for numpy; raises UnsupportedError for memory the CPU cannot address."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+
+
+class PoolBuilder(ABC):
+    """How the regions of a group are allocated.
+
+    Attributes:
+        name: the id used in configurations.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def supports(self, device: str, layout: Layout) -> Support:
+        """Whether this builder can serve the device and layout."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int, device: str) -> Arena:
+        """Allocate zeroed, populated memory."""
+
+    def buffer_infos(self, layout: Layout, placement: Placement) -> tuple[Buffer, ...]:
+        """Every buffer of the pool, for transports and backups. Derived from the layout."""
+        return placement.buffers
+
+
+class PoolView(ABC):
+    """What a kernel sees of a pool: typed views of the arena, resolved once when the kernel is bound."""
+
+    layout: Layout
+    placement: Placement
+    device: str
+
+    @abstractmethod
+    def field(self, layer: int, region: str, field: str) -> torch.Tensor:
+        """Strided view ``[units, *physical shape]`` in the storage dtype (1-byte dtypes as ``uint8``)."""
+
+    @abstractmethod
+    def units(self, layer: int, region: str) -> torch.Tensor:
+        """Raw bytes ``uint8 [units, unit_bytes]``, strided."""
+
+    @abstractmethod
+    def envelopes(self) -> torch.Tensor:
+        """Page-major arenas only: ``uint8 [units, envelope_bytes]``."""
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The batch of one step for one unit range, in buffers whose addresses never change.
+
+    Attributes:
+        step: number of the step; a plan of an earlier step is stale.
+        page_size: tokens a unit.
+        lengths: ``int64 [R]``, tokens in the cache of each row once this step is stored.
+        query_indptr: ``int64 [R + 1]``, where each row's new tokens start in the ``T`` axis.
+        positions: ``int64 [T]``, absolute position of each new token.
+        slots: ``int64 [T]``, where each new token goes: ``unit * page_size + offset``; −1 is dropped.
+        page_table: ``int64 [R, max units]``, unit ids; unused entries name the null unit.
+        host_lengths, host_query_indptr: the same as tuples, for kernels that loop on the host.
+    """
+
+    step: int
+    page_size: int
+    lengths: torch.Tensor
+    query_indptr: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    page_table: torch.Tensor
+    host_lengths: tuple[int, ...]
+    host_query_indptr: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.host_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.host_query_indptr[-1]
+
+    @property
+    def max_length(self) -> int:
+        """Longest row."""
+        return max(self.host_lengths, default=0)
+
+    @property
+    def max_query(self) -> int:
+        """Most new tokens of a row; 1 in a decode step."""
+        ptr = self.host_query_indptr
+        return max((b - a for a, b in zip(ptr, ptr[1:], strict=False)), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class AttendParams:
+    """Arguments of attention that are not the batch.
+
+    Attributes:
+        sm_scale: factor on ``q·k`` before the softmax.
+        window: a query at position p sees keys in ``(p − window, p]``; None sees all before it.
+        sinks: ``[Hq]`` logits of an extra key without value, or None.
+        position_bias: ``[T, Hq, max length]`` added to scaled scores, indexed by absolute key position, or None.
+    """
+
+    sm_scale: float
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+    position_bias: torch.Tensor | None = None
+
+
+class Kernel(ABC):
+    """One implementation of one op.
+
+    ``bind`` is called once; what it returns is called every step and must not allocate device memory it could keep,
+    synchronise, or rebuild tables. Bound signatures, by op (``after``: the fence the work has to wait for; each returns
+    the fence of its own work):
+
+    - ``store(layer, rows, plan, valid, after)``: write ``rows[name][T, H, D]`` at ``plan.slots``. Rows with slot −1 or
+      ``valid[t]`` False (``valid``: bool ``[T]`` or None) are dropped.
+    - ``load(layer, slots, out, after)``: fill ``out[name][N, H, D]`` from ``slots`` int64 ``[N]``; −1 gives zeros.
+    - ``attend_decode(layer, q, out, plan, params, after)``: ``q [R, Hq, Dk]`` (one new token a row, already stored),
+      ``out [R, Hq, Dv]``.
+    - ``attend_prefill(layer, q, out, plan, params, after)``: ``q [T, Hq, Dk]``, ``out [T, Hq, Dv]``; causal: a query sees
+      keys up to its own position.
+    - ``copy_units(range_name, src, dst, after)``: copy whole units of every layer and region of the range;
+      ``src``, ``dst`` are int64 region unit ids, disjoint.
+
+    Attributes:
+        op: which op.
+        name: shown by ``kvcore explain``.
+        formats: names of formats it knows; ``("*",)`` works from the layout and the format's reference alone.
+        priority: the supported kernel with the highest one is chosen; equal priorities are an error.
+    """
+
+    op: ClassVar[Op]
+    name: ClassVar[str]
+    formats: ClassVar[tuple[str, ...]]
+    priority: ClassVar[int] = 0
+
+    @abstractmethod
+    def supports(self, device: str, layout: Layout, group: LayerGroup) -> Support:
+        """Whether it can serve this pool; the reason of a refusal is shown to the user."""
+
+    @abstractmethod
+    def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> Callable[..., Any]:
+        """Return the function called per step."""
+
+
+# --- states, models --------------------------------------------------------------------------------------------------
+
+
+class StateComponent(ABC):
+    """State a model keeps outside the KV cache (convolution windows, recurrent states, pending compressions).
+
+    Attributes:
+        name: the id shown to users.
+        final: ``each_chunk`` where what is written stays valid, ``prompt_done`` where only the last value counts.
+    """
+
+    name: ClassVar[str]
+    final: ClassVar[Literal["each_chunk", "prompt_done"]] = "prompt_done"
+
+    @abstractmethod
+    def applies(self, group: LayerGroup) -> bool:
+        """Whether this component holds the state of ``group``."""
+
+    @abstractmethod
+    def layout(self, group: LayerGroup, *, shard: Shard, arena: ArenaOrder) -> Layout:
+        """Describe the bytes of the state on one rank."""
+
+    def checkpoint(self, group: LayerGroup) -> Support:
+        """Whether the state can be checkpointed and rolled back."""
+        return unsupported(f"{self.name} declares no checkpoints")
+
+
+class ModelAdapter(ABC):
+    """Turns a model's configuration into layer groups.
+
+    Attributes:
+        name: the id shown to users.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def matches(self, config: Any) -> bool:
+        """Whether the adapter knows this configuration (a mapping or a configuration object of its library)."""
+
+    @abstractmethod
+    def spec(self, config: Any) -> ModelSpec:
+        """Return the model's layer groups; raise UnsupportedError naming what is missing."""
+
+
+# --- retraction ------------------------------------------------------------------------------------------------------
+
+
+class UnitBlock(ABC):
+    """The units of one component set of one request, as a backup sees them: bytes to copy out and in again.
+
+    Attributes:
+        group, components: what it is, for messages and accounting.
+        num_units, nbytes: its size; ``nbytes`` is what :meth:`copy_out` writes.
+    """
+
+    group: str
+    components: tuple[str, ...]
+    num_units: int
+    nbytes: int
+
+    @abstractmethod
+    def copy_out(self, dst: npt.NDArray[np.uint8]) -> Fence:
+        """Gather the units into ``dst [nbytes]``."""
+
+    @abstractmethod
+    def copy_in(self, src: npt.NDArray[np.uint8]) -> Fence:
+        """Scatter ``src [nbytes]`` into the units."""
+
+
+class Backup(ABC):
+    """A retraction backend: keeps the bytes of retracted requests until they are resumed or dropped.
+
+    A failed call must leave nothing behind: ``save`` keeps no bytes, ``restore`` may be repeated.
+
+    Attributes:
+        name: the id used in configurations.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def carries(self, layout: Layout, component: str) -> Support:
+        """Whether it can carry a component; asked at configuration."""
+
+    @abstractmethod
+    def save(self, key: str, blocks: Sequence[UnitBlock]) -> Fence:
+        """Copy all blocks out under ``key``. Raises CapacityError when full (the request is then recomputed)."""
+
+    @abstractmethod
+    def restore(self, key: str, blocks: Sequence[UnitBlock]) -> Fence:
+        """Copy all blocks of ``key`` back into the given units, in the given order."""
+
+    @abstractmethod
+    def drop(self, key: str) -> None:
+        """Forget ``key``. Unknown keys raise BackupError."""
+
+    @property
+    @abstractmethod
+    def bytes_held(self) -> int:
+        """Bytes kept now."""
+
+    def close(self) -> None:
+        """Forget everything."""
+
+
+# --- transfer --------------------------------------------------------------------------------------------------------
+
+
+class TransportTraits(msgspec.Struct, frozen=True):
+    """What the planner needs to know of a transport.
+
+    Attributes:
+        executes_programs: it applies programs of strided moves itself; else it reads flat descriptors.
+        min_run_bytes: shortest run worth a descriptor of its own.
+        descriptor_cost_us: fixed cost of a descriptor in microseconds.
+    """
+
+    executes_programs: bool
+    min_run_bytes: int = 0
+    descriptor_cost_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class ReadJob:
+    """Units of one layer group to pull: ``program`` applied to pairs ``(src_units[i], dst_units[i])``."""
+
+    group: str
+    program: Program
+    src_units: Int64Array
+    dst_units: Int64Array
+
+
+class ReadHandle(ABC):
+    """A read under way."""
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """True once every byte has landed and none will move any more. Raises TransferError where the read failed
+        *and* is quiet: after an exception, as after True, no destination byte changes."""
+
+
+class PeerConnection(ABC):
+    """Another process whose memory can be read."""
+
+    @abstractmethod
+    def read(self, jobs: Sequence[ReadJob]) -> ReadHandle:
+        """Start pulling; returns at once. Raises TransferError where nothing was started."""
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """False once the wire knows that the peer is gone."""
+
+    def fileno(self) -> int | None:
+        """A descriptor that becomes readable when :meth:`alive` may have changed, or None."""
+        return None
+
+    @abstractmethod
+    def quiesce(self, timeout_s: float) -> bool:
+        """Wait until no read of this connection touches local memory any more; False past the deadline."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unmap and disconnect. Idempotent."""
+
+
+class Transport(ABC):
+    """Moves bytes between processes. Only the owner of memory writes it: the receiver pulls.
+
+    Attributes:
+        name: the id used in configurations.
+        traits: for the planner.
+    """
+
+    name: ClassVar[str]
+    traits: ClassVar[TransportTraits]
+
+    @abstractmethod
+    def supports(self, device: str, layout: Layout) -> Support:
+        """Whether arenas of this device can be served."""
+
+    @abstractmethod
+    def register(self, arenas: Mapping[str, Arena]) -> bytes:
+        """Make arenas (by layer group) readable to peers and known as destinations.
+
+        Returns an opaque endpoint record for the manifest. Failure is an error here, not at the first read.
+        """
+
+    @abstractmethod
+    def connect(self, endpoint: bytes) -> PeerConnection:
+        """Reach the peer behind an endpoint record."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop serving, close connections, leave nothing behind. Idempotent."""
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Command:
+    """A CLI subcommand: a function whose typed parameters are its options (typer)."""
+
+    name: str
+    help: str
+    callback: Callable[..., Any]

@@ -1,0 +1,149 @@
+"""What a model keeps: layer groups and the tensors of one token (no torch).
+
+A model adapter turns a model's configuration into a :class:`ModelSpec`; formats turn each group into a layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from kvcore.errors import ConfigError, nearest
+
+
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor that a layer stores per token (or per request for states).
+
+    Attributes:
+        name: ``k``, ``v``, ``latent``, ``rope``, …
+        num_heads: heads of the whole model, before sharding.
+        head_dim: elements a head.
+        sharded: whether tensor parallelism splits the heads; False means every rank holds all of them.
+    """
+
+    name: str
+    num_heads: int
+    head_dim: int
+    sharded: bool = True
+
+
+class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layers that share one layout and one set of index spaces.
+
+    Attributes:
+        name: ``full``, ``swa``, ``state``, …; prefixes the group's components.
+        layers: storage layer ids, ascending.
+        tensors: what a layer stores.
+        num_query_heads: query heads of the whole model, for attention groups.
+        kind: ``attention`` (stored per token, attended) or ``state`` (held per request, needs a state component).
+        space: kind of index space, see :class:`kvcore.layout.SpaceSpec`.
+        space_options: integers of that space, such as ``(("window", 512),)``.
+        role: ``target`` or ``draft``.
+        shares: ``(layer, storage layer)`` for layers that read another layer's storage.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    tensors: tuple[TensorSpec, ...]
+    num_query_heads: int = 0
+    kind: Literal["attention", "state"] = "attention"
+    space: str = "sequence"
+    space_options: tuple[tuple[str, int], ...] = ()
+    role: Literal["target", "draft"] = "target"
+    shares: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def prefix(self) -> str:
+        """First part of the group's component names: ``full``, or ``draft/full`` for a draft model."""
+        return self.name if self.role == "target" else f"{self.role}/{self.name}"
+
+    def tensor(self, name: str) -> TensorSpec:
+        """Return the tensor called ``name``."""
+        for item in self.tensors:
+            if item.name == name:
+                return item
+        raise ConfigError(
+            "no such tensor in the layer group",
+            group=self.name,
+            tensor=name,
+            remedy=nearest(name, (t.name for t in self.tensors)),
+        )
+
+    def storage_layer(self, layer: int) -> int:
+        """Storage layer id of a model layer."""
+        return dict(self.shares).get(layer, layer)
+
+
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model as the cache sees it.
+
+    Attributes:
+        name: for people and messages.
+        groups: its layer groups, with distinct prefixes.
+        dtype: name of the dtype the model computes in (``fp32``, ``bf16``, ``fp16``).
+        max_length: longest sequence the model accepts, 0 when unlimited.
+    """
+
+    name: str
+    groups: tuple[LayerGroup, ...]
+    dtype: str
+    max_length: int = 0
+
+    def __post_init__(self) -> None:
+        prefixes = [group.prefix for group in self.groups]
+        if not prefixes or len(set(prefixes)) != len(prefixes):
+            raise ConfigError("a model needs layer groups with distinct names", model=self.name, groups=prefixes)
+
+    def group(self, prefix: str) -> LayerGroup:
+        """Return the group with this prefix."""
+        for item in self.groups:
+            if item.prefix == prefix:
+                return item
+        raise ConfigError("no such layer group", group=prefix, remedy=nearest(prefix, (g.prefix for g in self.groups)))
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over everything but the name: two peers must agree on it."""
+        anonymous = msgspec.structs.replace(self, name="")
+        return hashlib.sha256(msgspec.json.encode(anonymous, order="deterministic")).hexdigest()
+
+
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which part of the model one rank holds.
+
+    Attributes:
+        tp_rank, tp_size: tensor-parallel rank and degree.
+        layers: layer ids of this pipeline stage; empty means all.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise ConfigError("tensor-parallel rank out of range", tp_rank=self.tp_rank, tp_size=self.tp_size)
+
+    def heads(self, tensor: TensorSpec) -> tuple[tuple[int, int], ...]:
+        """Global head ids of a tensor on this rank; ``()`` where it is not sharded.
+
+        With more ranks than heads each head is replicated on ``tp_size / num_heads`` neighbouring ranks.
+        """
+        if not tensor.sharded:
+            return ()
+        total, size, rank = tensor.num_heads, self.tp_size, self.tp_rank
+        if total % size and size % total:
+            raise ConfigError(
+                "heads and ranks do not divide one another", tensor=tensor.name, num_heads=total, tp_size=size
+            )
+        if size <= total:
+            count = total // size
+            return ((rank * count, (rank + 1) * count),)
+        head = rank * total // size
+        return ((head, head + 1),)
+
+    def num_heads(self, tensor: TensorSpec) -> int:
+        """Heads of a tensor held on this rank."""
+        ids = self.heads(tensor)
+        return sum(hi - lo for lo, hi in ids) if ids else tensor.num_heads
