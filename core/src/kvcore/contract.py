@@ -100,6 +100,23 @@ DONE: Fence = _Done()
 """The fence of work that is finished: what every op on the CPU returns."""
 
 
+class _AllFences(Fence):
+    def __init__(self, fences: Sequence[Fence]) -> None:
+        self._fences = tuple(fences)
+
+    def done(self) -> bool:
+        return all(fence.done() for fence in self._fences)
+
+    def wait(self) -> None:
+        for fence in self._fences:
+            fence.wait()
+
+
+def all_fences(fences: Sequence[Fence]) -> Fence:
+    """Return the fence of all of ``fences``: :data:`DONE` where every one is finished already."""
+    return DONE if all(fence.done() for fence in fences) else _AllFences(fences)
+
+
 # --- formats ---------------------------------------------------------------------------------------------------------
 
 
@@ -492,7 +509,13 @@ class ReadJob:
 
 
 class ReadHandle(ABC):
-    """A read under way."""
+    """A read under way.
+
+    Attributes:
+        seconds: time spent moving bytes, once terminal; 0 where the transport cannot tell.
+    """
+
+    seconds: float = 0.0
 
     @abstractmethod
     def poll(self) -> bool:
@@ -512,7 +535,9 @@ class PeerConnection(ABC):
         """False once the wire knows that the peer is gone."""
 
     def fileno(self) -> int | None:
-        """A descriptor that becomes readable when :meth:`alive` may have changed, or None."""
+        """A descriptor that becomes readable when :meth:`alive` or the state of a read may have changed, or None.
+
+        Calling :meth:`alive` resets it. A connection without one is polled."""
         return None
 
     @abstractmethod

@@ -1,255 +1,46 @@
 """The layout language: every byte of a cache described once (no torch).
 
 A :class:`Layout` is data: frozen, hashable, serialisable. It says which *regions* a layer group owns, which *fields*
-lie inside one unit of a region, and how each field's named axes are ordered, e.g. ``"head slot%32 slot//32 block"``.
-A field is a mixed radix per axis, so the byte offset of an element is a sum of one contribution per axis, and
-addressing, slices, sizes and conversions all follow from it.
-
-Axis orders are einops-like, outermost first. A term is ``axis``, ``axis//D``, ``axis%M`` or ``axis//D%M``; the terms of
-one axis must tile it exactly.
+(:mod:`kvcore.fields`) lie inside one unit of a region, which index spaces its units belong to, and in which order an
+arena holds them. Sizes, addresses, slices, conversions and the fingerprint are derived from it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import operator
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 
-from kvcore.dtypes import dtype as dtype_of
 from kvcore.errors import LayoutError, nearest
+from kvcore.fields import Axis, BlockOf, Field, Int64Array, Term, int64, integers, items, padding, power_of_two, words
+from kvcore.fields import index as _index
 
-Int64Array = npt.NDArray[np.int64]
+__all__ = [
+    "ArenaOrder",
+    "Axis",
+    "BlockOf",
+    "Buffer",
+    "Field",
+    "Int64Array",
+    "Layout",
+    "Placement",
+    "Region",
+    "SpaceSpec",
+    "Term",
+    "UnitRange",
+    "padding",
+    "region",
+]
+
 ArenaOrder = Literal["layer_major", "page_major"]
+UnitKind = Literal["page", "row", "state_slot"]
 
-_TERM = re.compile(r"([a-z_][a-z0-9_]*)(?://([1-9][0-9]*))?(?:%([1-9][0-9]*))?")
-
-
-class Term(NamedTuple):
-    """One physical axis: coordinate ``c`` of ``axis`` has position ``c // divisor % size``."""
-
-    axis: str
-    divisor: int
-    size: int
-
-
-class BlockOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says that an axis counts blocks of another axis (the elements that share one scale).
-
-    Attributes:
-        axis: the axis that is cut into blocks, usually ``dim``.
-        extent: its number of elements.
-        block_size: elements a block (``scale_block_size``).
-        tail: ``exact`` demands that blocks divide the extent; ``padded`` declares a shorter last block.
-    """
-
-    axis: str
-    extent: int
-    block_size: int
-    tail: Literal["exact", "padded"] = "exact"
-
-
-class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A named axis of a field, as this rank holds it.
-
-    Attributes:
-        name: ``slot``, ``head``, ``dim``, ``block``, ``channel``, …
-        size: number of elements that carry data.
-        padded: number of elements stored; 0 means ``size``. The rest is padding inside the field.
-        ids: global id ranges ``(start, stop)`` in local order; empty means unsharded (replicated on every rank).
-        blocks: what the axis counts, for scales.
-    """
-
-    name: str
-    size: int
-    padded: int = 0
-    ids: tuple[tuple[int, int], ...] = ()
-    blocks: BlockOf | None = None
-
-    def __post_init__(self) -> None:
-        _integers(self, "size", "padded")
-        ids = tuple((_index(lo, "ids"), _index(hi, "ids")) for lo, hi in self.ids)
-        msgspec.structs.force_setattr(self, "ids", ids)
-        if self.size < 1 or (self.padded and self.padded < self.size):
-            raise LayoutError("axis must hold at least one element", axis=self.name, size=self.size, padded=self.padded)
-        if any(lo < 0 or hi <= lo for lo, hi in ids):
-            raise LayoutError("axis has an empty or negative id range", axis=self.name, ids=ids)
-        if ids and sum(hi - lo for lo, hi in ids) != self.size:
-            raise LayoutError("id ranges do not match the axis", axis=self.name, expected=self.size, got=ids)
-        if any(a < d and c < b for n, (a, b) in enumerate(ids) for c, d in ids[n + 1 :]):
-            raise LayoutError("an id is held twice", axis=self.name, ids=ids)
-        if self.blocks is not None:
-            self._check_blocks(self.blocks)
-
-    def _check_blocks(self, blocks: BlockOf) -> None:
-        want = -(-blocks.extent // blocks.block_size) if blocks.block_size > 0 else 0
-        if blocks.extent % max(1, blocks.block_size) and blocks.tail == "exact":
-            raise LayoutError(
-                "scale block does not divide the axis and no padded tail is declared",
-                axis=blocks.axis,
-                extent=blocks.extent,
-                scale_block_size=blocks.block_size,
-                remedy='declare BlockOf(tail="padded") or choose a block size that divides the extent',
-            )
-        if self.size != want:
-            raise LayoutError("wrong number of blocks", axis=self.name, expected=want, got=self.size)
-
-    @property
-    def extent(self) -> int:
-        """Elements stored, padding included."""
-        return self.padded or self.size
-
-
-class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
-    """Named, typed bytes inside a unit.
-
-    Attributes:
-        name: unique inside its region.
-        dtype: storage dtype name, see :mod:`kvcore.dtypes`.
-        order: physical axis order, outermost first.
-        axes: the logical axes; every one appears in ``order``.
-        offset: bytes from the start of the unit.
-        kind: ``data``; ``padding`` (bytes the format itself leaves unused); ``alignment`` (bytes only there to make
-            the unit a multiple of the layout's alignment).
-        alignment: demanded alignment of ``offset`` in bytes, a power of two; 0 means the item size.
-    """
-
-    name: str
-    dtype: str
-    order: str
-    axes: tuple[Axis, ...]
-    offset: int = 0
-    kind: Literal["data", "padding", "alignment"] = "data"
-    alignment: int = 0
-
-    def __post_init__(self) -> None:
-        _integers(self, "offset", "alignment")
-        msgspec.structs.force_setattr(self, "axes", tuple(self.axes))
-        item = dtype_of(self.dtype).itemsize
-        align = self.alignment or item
-        if align & (align - 1) or align < 1:
-            raise LayoutError("alignment is not a power of two", field=self.name, alignment=align)
-        if self.offset < 0 or self.offset % align or self.offset % item:
-            raise LayoutError("field is misaligned", field=self.name, offset=self.offset, expected=f"multiple of {align}")
-        names = [axis.name for axis in self.axes]
-        if len(set(names)) != len(names):
-            raise LayoutError("axis declared twice", field=self.name, axes=names)
-        _terms(self)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return dtype_of(self.dtype).itemsize
-
-    @property
-    def terms(self) -> tuple[Term, ...]:
-        """Physical axes, outermost first."""
-        return _terms(self)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Physical shape, padding included."""
-        return tuple(term.size for term in self.terms)
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Byte strides of :attr:`shape` (C order)."""
-        strides, step = [], self.itemsize
-        for size in reversed(self.shape):
-            strides.append(step)
-            step *= size
-        return tuple(reversed(strides))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes the field takes in a unit."""
-        return math.prod(self.shape) * self.itemsize
-
-    @property
-    def logical_shape(self) -> tuple[int, ...]:
-        """Sizes of :attr:`axes` in declaration order, without padding."""
-        return tuple(axis.size for axis in self.axes)
-
-    @property
-    def logical_bytes(self) -> int:
-        """Bytes that carry data: no padding field, no padded tail."""
-        return math.prod(self.logical_shape) * self.itemsize if self.kind == "data" else 0
-
-    def axis(self, name: str) -> Axis:
-        """Return the axis called ``name``."""
-        for axis in self.axes:
-            if axis.name == name:
-                return axis
-        raise LayoutError("no such axis", field=self.name, axis=name, remedy=nearest(name, (a.name for a in self.axes)))
-
-    def has_axis(self, name: str) -> bool:
-        """Whether the field has an axis called ``name``."""
-        return any(axis.name == name for axis in self.axes)
-
-    def contribution(self, axis: str, coords: npt.ArrayLike) -> Int64Array:
-        """Bytes that coordinates of one axis add to the offset of an element (int64, shape of ``coords``)."""
-        c = np.asarray(coords, np.int64)
-        total = np.zeros(c.shape, np.int64)
-        for term, stride in zip(self.terms, self.strides, strict=True):
-            if term.axis == axis:
-                total += c // term.divisor % term.size * stride
-        return total
-
-    def offsets(self, **coords: npt.ArrayLike) -> Int64Array:
-        """Byte offsets inside a unit of elements at broadcastable ``coords``, one per axis."""
-        missing = {axis.name for axis in self.axes} ^ set(coords)
-        if missing:
-            raise LayoutError("coordinates do not match the axes", field=self.name, axes=sorted(missing))
-        total: Any = np.int64(self.offset)
-        for name, c in coords.items():
-            total = total + self.contribution(name, c)
-        return np.asarray(total, np.int64)
-
-    def index(self, unit: Any = slice(None), **coords: Any) -> tuple[Any, ...]:
-        """Index expression into a view ``[unit, *shape]``: positions for given axes, full slices for the others.
-
-        Works on ints, numpy arrays and torch tensors alike (only ``//`` and ``%`` are used).
-        """
-        return (
-            unit,
-            *(coords[t.axis] // t.divisor % t.size if t.axis in coords else slice(None) for t in self.terms),
-        )
-
-    def global_ids(self, axis: str) -> Int64Array:
-        """Global ids of an axis in local order (``arange`` where unsharded)."""
-        a = self.axis(axis)
-        if not a.ids:
-            return np.arange(a.size, dtype=np.int64)
-        return np.concatenate([np.arange(lo, hi, dtype=np.int64) for lo, hi in a.ids])
-
-    def runs(self, axis: str, coords: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
-        """Contiguous byte runs ``(starts, lengths)`` holding local ``coords`` of one axis and all of the others.
-
-        This is a tensor-parallel slice when ``axis`` is ``head``. Starts are offsets inside a unit, ascending.
-        """
-        parts = [
-            self.contribution(a.name, coords if a.name == axis else np.arange(a.size)).reshape(-1) for a in self.axes
-        ]
-        self.axis(axis)
-        offsets = np.sort(np.asarray(sum(np.ix_(*parts))).reshape(-1)) + self.offset
-        cut = np.flatnonzero(np.diff(offsets) != self.itemsize) + 1
-        starts = offsets[np.concatenate([[0], cut]).astype(np.int64)]
-        lengths = np.diff(np.concatenate([[0], cut, [offsets.size]])).astype(np.int64) * self.itemsize
-        return starts, lengths
-
-
-def padding(name: str, nbytes: int, offset: int, *, alignment_only: bool = False) -> Field:
-    """Return a padding field of ``nbytes`` bytes at ``offset``."""
-    kind: Literal["padding", "alignment"] = "alignment" if alignment_only else "padding"
-    return Field(name=name, dtype="u8", order="byte", axes=(Axis("byte", nbytes),), offset=offset, kind=kind)
+MAX_ARENA_BYTES = 2**63 - 1
+"""Offsets are int64."""
 
 
 class SpaceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -265,13 +56,22 @@ class SpaceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     kind: str
-    unit: Literal["page", "row", "state_slot"]
+    unit: UnitKind
     tokens_per_unit: int
     options: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        _integers(self, "tokens_per_unit")
-        msgspec.structs.force_setattr(self, "options", tuple((str(k), _index(v, k)) for k, v in self.options))
+        integers(self, "tokens_per_unit")
+        words(self, unit=UnitKind)
+        try:
+            options = tuple(sorted((str(name), _index(value, name)) for name, value in self.options))
+        except (TypeError, ValueError) as error:
+            if isinstance(error, LayoutError):
+                raise
+            raise LayoutError("options are not a list of (name, value)", space=self.name) from error
+        if len({name for name, _ in options}) != len(options):
+            raise LayoutError("option set twice", space=self.name, options=options)
+        msgspec.structs.force_setattr(self, "options", options)
         if self.tokens_per_unit < 0 or (self.unit == "page" and self.tokens_per_unit < 1):
             raise LayoutError("page size must be at least 1", space=self.name, page_size=self.tokens_per_unit)
 
@@ -305,14 +105,16 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
     ranges: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        _integers(self, "unit_bytes")
-        msgspec.structs.force_setattr(self, "fields", tuple(self.fields))
-        msgspec.structs.force_setattr(self, "ranges", tuple(self.ranges))
+        integers(self, "unit_bytes")
+        items(self, "fields", Field)
+        items(self, "ranges", str)
         names = [field.name for field in self.fields]
         if len(set(names)) != len(names):
             raise LayoutError("field declared twice", region=self.name, fields=names)
         if not self.ranges or len(set(self.ranges)) != len(self.ranges):
             raise LayoutError("a region needs distinct unit ranges", region=self.name, ranges=self.ranges)
+        if not self.data_fields:
+            raise LayoutError("a region needs a field that carries data", region=self.name, fields=names)
         end = 0
         for field in sorted(self.fields, key=lambda f: f.offset):
             if field.offset != end:
@@ -347,8 +149,11 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
         )
 
 
-def region(name: str, component: str, fields: Iterable[Field], *, ranges: tuple[str, ...], alignment: int = 16) -> Region:
+def region(
+    name: str, component: str, fields: Iterable[Field], *, ranges: tuple[str, ...], alignment: int = 16
+) -> Region:
     """Build a region whose unit is padded, by a declared field, to a multiple of ``alignment`` bytes."""
+    power_of_two(alignment, region=name)
     fields = tuple(fields)
     end = max((field.offset + field.nbytes for field in fields), default=0)
     rest = -end % alignment
@@ -370,6 +175,18 @@ class Buffer(msgspec.Struct, frozen=True):
     unit_stride: int
     unit_bytes: int
     num_units: int
+
+    def offsets(self, units: npt.ArrayLike) -> Int64Array:
+        """Byte offsets of units from the start of the arena; int64 whatever integers ``units`` are.
+
+        Raises:
+            LayoutError: a unit the buffer does not have (−1 included).
+        """
+        ids = int64(units, "units")
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_units:
+            bad = int(ids[(ids < 0) | (ids >= self.num_units)].flat[0])
+            raise LayoutError("unit outside its buffer", region=self.region, unit=bad, num_units=self.num_units)
+        return self.base + ids * self.unit_stride
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -418,9 +235,10 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
     alignment: int = 16
 
     def __post_init__(self) -> None:
-        _integers(self, "revision", "alignment")
-        for name in ("layers", "regions", "spaces", "ranges"):
-            msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
+        integers(self, "revision", "alignment")
+        words(self, arena=ArenaOrder)
+        for name, of in (("layers", object), ("regions", Region), ("spaces", SpaceSpec), ("ranges", UnitRange)):
+            items(self, name, of)
         msgspec.structs.force_setattr(self, "layers", tuple(_index(layer, "layers") for layer in self.layers))
         _check_layout(self)
 
@@ -474,7 +292,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
         """Alignment padding that one more token costs."""
         return sum(self._per_token(lambda item: item.alignment_bytes).values(), Fraction(0))
 
-    def _per_token(self, size: Any) -> dict[str, Fraction]:
+    def _per_token(self, size: Callable[[Region], int]) -> dict[str, Fraction]:
         out = dict.fromkeys(self.components, Fraction(0))
         for item in self.regions:
             for name in item.ranges:
@@ -484,19 +302,14 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
         return out
 
     def place(self, units: Mapping[str, int]) -> Placement:
-        """Place ``units[range]`` units (the null unit included) of every range in one arena."""
-        ranges: dict[str, tuple[tuple[str, int, int], ...]] = {}
-        for item in self.regions:
-            first, spans = 0, []
-            for name in item.ranges:
-                if name not in units:
-                    raise LayoutError("no unit count for a range", region=item.name, range=name)
-                count = _index(units[name], name)
-                if count < 1:
-                    raise LayoutError("a unit range needs at least its null unit", range=name, got=count)
-                spans.append((name, first, count))
-                first += count
-            ranges[item.name] = tuple(spans)
+        """Place ``units[range]`` units (the null unit included) of every range in one arena.
+
+        Raises:
+            LayoutError: a range without a count, a count without a range, a count below 1, an arena that int64
+                offsets cannot address.
+        """
+        counts = _unit_counts(self, units)
+        ranges = {item.name: _spans(item, counts) for item in self.regions}
         buffers, base = [], 0
         stride = self.envelope_bytes
         for layer in self.layers:
@@ -507,6 +320,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
                 base += item.unit_bytes if self.arena == "page_major" else item.unit_bytes * count
         if self.arena == "page_major":
             base = stride * sum(n for _, _, n in ranges[self.regions[0].name])
+        if base > MAX_ARENA_BYTES:
+            raise LayoutError("arena too large for 64-bit offsets", group=self.group, arena_bytes=base)
         return Placement(tuple(buffers), ranges, base)
 
     # --- identity ---
@@ -524,7 +339,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
             if isinstance(error.__cause__, LayoutError):
                 raise error.__cause__ from None
             raise LayoutError(f"not a layout: {error}") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise LayoutError(f"not a layout: {error}") from error
 
     def fingerprint(self) -> str:
@@ -532,38 +347,33 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
         return hashlib.sha256(self.to_json()).hexdigest()
 
 
-@lru_cache(maxsize=4096)
-def _terms(field: Field) -> tuple[Term, ...]:
-    extents = {axis.name: axis.extent for axis in field.axes}
-    terms = []
-    for text in field.order.split():
-        match = _TERM.fullmatch(text)
-        if not match or match[1] not in extents:
-            raise LayoutError("bad term in axis order", field=field.name, term=text, axes=sorted(extents))
-        extent, divisor = extents[match[1]], int(match[2] or 1)
-        if extent % divisor:
-            raise LayoutError("split does not divide the axis", field=field.name, term=text, extent=extent)
-        terms.append(Term(match[1], divisor, int(match[3]) if match[3] else extent // divisor))
-    for name, extent in extents.items():
-        reached = 1
-        for divisor, size in sorted((t.divisor, t.size) for t in terms if t.axis == name):
-            if divisor != reached:
-                raise LayoutError(
-                    "splits of an axis leave a gap or overlap", field=field.name, axis=name, expected=reached, got=divisor
-                )
-            reached *= size
-        if reached != extent:
-            raise LayoutError(
-                "splits of an axis do not cover it", field=field.name, axis=name, expected=extent, got=reached
-            )
-    return tuple(terms)
+def _unit_counts(layout: Layout, units: Mapping[str, int]) -> dict[str, int]:
+    known = [item.name for item in layout.ranges]
+    for name in units:
+        if name not in known:
+            raise LayoutError("a unit count for no range", range=name, remedy=nearest(name, known))
+    counts = {name: _index(count, name) for name, count in units.items()}
+    for item in layout.regions:
+        for name in item.ranges:
+            if name not in counts:
+                raise LayoutError("no unit count for a range", region=item.name, range=name)
+            if counts[name] < 1:
+                raise LayoutError("a unit range needs at least its null unit", range=name, got=counts[name])
+    return counts
+
+
+def _spans(item: Region, counts: Mapping[str, int]) -> tuple[tuple[str, int, int], ...]:
+    first, spans = 0, []
+    for name in item.ranges:
+        spans.append((name, first, counts[name]))
+        first += counts[name]
+    return tuple(spans)
 
 
 def _check_layout(layout: Layout) -> None:
-    if not layout.layers or len(set(layout.layers)) != len(layout.layers):
-        raise LayoutError("a layout needs distinct layer ids", group=layout.group, layers=layout.layers)
-    if layout.alignment < 1 or layout.alignment & (layout.alignment - 1):
-        raise LayoutError("alignment is not a power of two", group=layout.group, alignment=layout.alignment)
+    if not layout.layers or len(set(layout.layers)) != len(layout.layers) or min(layout.layers) < 0:
+        raise LayoutError("a layout needs distinct layer ids from 0 up", group=layout.group, layers=layout.layers)
+    power_of_two(layout.alignment, group=layout.group)
     for what, names in (
         ("region", [r.name for r in layout.regions]),
         ("index space", [s.name for s in layout.spaces]),
@@ -602,7 +412,9 @@ def _check_region(layout: Layout, item: Region) -> None:
     for name in item.ranges:
         space = layout.space_of_range(name)
         for field in item.data_fields:
-            if space.unit == "page" and (not field.has_axis("slot") or field.axis("slot").size != space.tokens_per_unit):
+            if space.unit == "page" and (
+                not field.has_axis("slot") or field.axis("slot").size != space.tokens_per_unit
+            ):
                 got = field.axis("slot").size if field.has_axis("slot") else None
                 raise LayoutError(
                     "field of a page must have one slot a token",
@@ -612,12 +424,25 @@ def _check_region(layout: Layout, item: Region) -> None:
                     got=got,
                 )
     for field in item.data_fields:
+        if max(field.alignment, field.itemsize) > layout.alignment:
+            raise LayoutError(
+                "units are aligned less than a field in them demands",
+                region=item.name,
+                field=field.name,
+                expected=max(field.alignment, field.itemsize),
+                got=layout.alignment,
+                remedy="raise the layout's alignment",
+            )
         for axis in field.axes:
             blocks = axis.blocks
             if blocks is None:
                 continue
             extents = {
-                a.size for r in layout.regions for f in r.data_fields for a in f.axes if a.name == blocks.axis and f != field
+                a.size
+                for r in layout.regions
+                for f in r.data_fields
+                for a in f.axes
+                if a.name == blocks.axis and f != field
             }
             if extents and blocks.extent not in extents:
                 raise LayoutError(
@@ -628,18 +453,3 @@ def _check_region(layout: Layout, item: Region) -> None:
                     expected=sorted(extents),
                     got=blocks.extent,
                 )
-
-
-def _index(value: Any, name: str) -> int:
-    if isinstance(value, bool):
-        raise LayoutError("not an integer", field=name, got=value)
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise LayoutError("not an integer", field=name, got=value) from None
-
-
-def _integers(struct: Any, *names: str) -> None:
-    """Normalise integer attributes, so that equal layouts have equal bytes (64 and 64.0 compare equal)."""
-    for name in names:
-        msgspec.structs.force_setattr(struct, name, _index(getattr(struct, name), name))

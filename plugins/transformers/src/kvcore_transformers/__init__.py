@@ -1,5 +1,26 @@
 """Hugging Face models on kvcore (this module stays light: no torch, no transformers at import)."""
 
-from kvcore.contract import PluginInfo
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcore.contract import Command, ModelAdapter, PluginInfo
+from kvcore.hookspecs import hookimpl
 
 PLUGIN = PluginInfo(name="transformers", contract=(1, 0), summary="Hugging Face models, kvcore run")
+
+
+@hookimpl
+def kvcore_register_models() -> Sequence[type[ModelAdapter]]:
+    """Decoder-only models with full attention in every layer: Llama, Qwen, Mistral, SmolLM."""
+    from kvcore_transformers.adapters import ADAPTERS
+
+    return ADAPTERS
+
+
+@hookimpl
+def kvcore_register_commands() -> Sequence[Command]:
+    """kvcore run."""
+    from kvcore_transformers.run import COMMANDS
+
+    return COMMANDS

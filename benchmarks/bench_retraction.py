@@ -1,0 +1,41 @@
+"""Retract and resume into recycled buffers, against memcpy of the same bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.timing import Figure, figure, speed_ratio
+from kvcore.cache import KVCache
+from kvcore.config import load_config
+from kvcore.plugins import load_plugins
+from kvcore.spec import LayerGroup, ModelSpec, TensorSpec
+
+PAGE, LAYERS, HEADS, DIM = 16, 8, 2, 128  # 256 KiB a page of the whole group in fp32
+
+
+def run() -> list[Figure]:
+    """Time ``retract`` + ``resume`` of a 64 MiB request whose host buffer and units were used before."""
+    heads = (TensorSpec("k", HEADS, DIM), TensorSpec("v", HEADS, DIM))
+    group = LayerGroup(name="full", layers=tuple(range(LAYERS)), tensors=heads, num_query_heads=HEADS)
+    model = ModelSpec(name="bench", dtype="fp32", groups=(group,))
+    config = load_config(None, {"cache.format": "fp32", "cache.page_size": PAGE, "cache.memory": "160MiB"})
+    with KVCache.create(model, config, load_plugins(config.plugins)) as cache:
+        tokens = 256 * PAGE
+        cache.admit("r", tokens)
+        cache.manager.set_length("r", tokens)
+        nbytes = cache.retract("r").nbytes
+        cache.admit("r", tokens)
+        cache.manager.set_length("r", tokens)
+
+        def round_trip() -> None:
+            cache.resume(cache.retract("r"))
+
+        src, dst = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+
+        def memcpy_twice() -> None:
+            np.copyto(dst, src)
+            np.copyto(src, dst)
+
+        ratio = speed_ratio(round_trip, memcpy_twice)
+        cache.release("r")
+    return [figure("retract + resume, host_tensor, recycled buffers", ratio, at_least=0.5)]

@@ -1,0 +1,88 @@
+"""The shm transport between two processes, 64 KiB pages in populated arenas, against memcpy of the same bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from benchmarks.timing import Figure, figure, speed_ratio
+from kvcore.builtin.formats import PLAIN_FORMATS
+from kvcore.builtin.pools import POOL_BUILDERS
+from kvcore.contract import ReadJob
+from kvcore.layout import Layout
+from kvcore.moves import Program
+from kvcore.spec import LayerGroup, Shard, TensorSpec
+from kvcore.transfer.shm import ShmTransport
+
+PAGE_BYTES, UNITS = 64 << 10, 2049
+
+
+def _layout() -> Layout:
+    heads = (TensorSpec("k", 2, 64), TensorSpec("v", 2, 64))
+    group = LayerGroup(name="full", layers=(0, 1), tensors=heads, num_query_heads=2)
+    fp32 = next(item for item in PLAIN_FORMATS if item.name == "fp32")
+    layout = fp32().layout(group, page_size=32, shard=Shard(), arena="page_major")
+    if layout.envelope_bytes != PAGE_BYTES:
+        raise ValueError(f"the benchmark wants {PAGE_BYTES} B a page, the layout has {layout.envelope_bytes}")
+    return layout
+
+
+def _owner(pipe: Connection) -> None:
+    """The prefill side: own a populated arena, serve it until told to stop."""
+    arena = POOL_BUILDERS[0]().allocate(PAGE_BYTES * UNITS, "cpu")
+    arena.array()[:] = 7
+    transport = ShmTransport()
+    pipe.send_bytes(transport.register({"full": arena}))
+    pipe.recv_bytes()
+    transport.close()
+    arena.close()
+
+
+def run() -> list[Figure]:
+    """Pull 128 MiB: destination contiguous, and shuffled on both sides."""
+    layout = _layout()
+    placement = layout.place({layout.ranges[0].name: UNITS})
+    program = Program.build(layout, placement, layout, placement)
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    owner = multiprocessing.get_context("spawn").Process(target=_owner, args=(there,), daemon=True)
+    owner.start()
+    arena = POOL_BUILDERS[0]().allocate(PAGE_BYTES * UNITS, "cpu")
+    transport = ShmTransport()
+    transport.register({"full": arena})
+    peer = transport.connect(here.recv_bytes())
+    rng = np.random.default_rng(0)
+    straight, shuffled = np.arange(1, UNITS), rng.permutation(np.arange(1, UNITS))
+    other = rng.permutation(straight)
+
+    def pull(src: np.ndarray, dst: np.ndarray) -> None:
+        handle = peer.read([ReadJob("full", program, src, dst)])
+        while not handle.poll():
+            pass
+
+    size = PAGE_BYTES * (UNITS - 1)
+    src, dst = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+
+    def memcpy() -> None:
+        np.copyto(dst, src)
+
+    figures = [
+        figure("shm pull, 64 KiB pages, both sides contiguous", speed_ratio(lambda: pull(straight, straight), memcpy)),
+        figure(
+            "shm pull, 64 KiB pages, destination contiguous",
+            speed_ratio(lambda: pull(shuffled, straight), memcpy),
+            at_least=0.8,
+        ),
+        figure(
+            "shm pull, 64 KiB pages, shuffled on both sides",
+            speed_ratio(lambda: pull(shuffled, other), memcpy),
+            at_least=0.6,
+        ),
+    ]
+    peer.close()
+    transport.close()
+    arena.close()
+    here.send_bytes(b"done")
+    owner.join(10)
+    return figures

@@ -1,0 +1,154 @@
+"""The batch of a step as tensors: from a StepPlan's integers to page tables, slots and lengths at fixed addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvcore.contract import BatchPlan
+from kvcore.errors import CapacityError, IntegrityError, StaleHandleError
+from kvcore.layout import Int64Array
+from kvcore.stepplan import RangePlan, StepPlan
+
+
+class BatchBuilder:
+    """Builds the :class:`kvcore.contract.BatchPlan` of one unit range, step after step, into the same buffers.
+
+    A plan is valid until the next ``build`` or ``invalidate``, which both return a new plan object: what a kernel derives
+    from a plan, it may keep for as long as it is handed that same object.
+
+    Args:
+        max_rows: most requests of a step.
+        max_tokens: most new tokens of a step.
+        max_units: most logical units of a request.
+        null_unit: first unit of the range; unused table entries name it.
+        device: where the tensors of the plan live.
+    """
+
+    def __init__(
+        self, max_rows: int, max_tokens: int, max_units: int, *, null_unit: int = 0, device: str = "cpu"
+    ) -> None:
+        self._limits = {"rows": max_rows, "tokens": max_tokens, "units": max_units}
+        self._null = null_unit
+        self._host = {
+            "lengths": torch.zeros(max_rows, dtype=torch.int64),
+            "query_indptr": torch.zeros(max_rows + 1, dtype=torch.int64),
+            "positions": torch.zeros(max_tokens, dtype=torch.int64),
+            "slots": torch.full((max_tokens,), -1, dtype=torch.int64),
+            # Not filled: pages of it that no request reaches are never committed, and plans show used columns only.
+            "page_table": torch.empty((max_rows, max_units), dtype=torch.int64),
+        }
+        self._device = self._host if device == "cpu" else {k: v.to(device) for k, v in self._host.items()}
+        self._used = (0, 0, 0)
+        self._plan: BatchPlan | None = None
+
+    def build(self, plan: StepPlan, part: RangePlan, page_size: int) -> BatchPlan:
+        """Return the batch of one step.
+
+        Raises CapacityError for a step larger than the buffers, IntegrityError for rows with too few units.
+        """
+        starts = np.array([row.start for row in plan.rows], np.int64)
+        counts = np.array([row.count for row in plan.rows], np.int64)
+        widths = np.diff(part.indptr)
+        rows, tokens, width = len(starts), int(counts.sum()), int(widths.max(initial=1))
+        self._check_size(rows=rows, tokens=tokens, units=width)
+        lengths = starts + counts
+        short = np.flatnonzero(widths * page_size < lengths)
+        if short.size:
+            raise IntegrityError(
+                "a row has too few units",
+                request=plan.rows[short[0]].request,
+                group=part.group,
+                range=part.range,
+                expected=int(-(-lengths[short[0]] // page_size)),
+                got=int(widths[short[0]]),
+            )
+        self._plan = None
+        indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        row_of = np.repeat(np.arange(rows), counts)
+        positions = np.arange(tokens) - (indptr[:-1] - starts)[row_of]
+        units = part.units[part.indptr[row_of] + positions // page_size]
+        slots = np.where(units == self._null, -1, units * page_size + positions % page_size)
+        self._write(lengths, indptr, positions, slots)
+        self._write_table(part, widths, rows, width)
+        self._used = (rows, tokens, width)
+        self._plan = BatchPlan(
+            step=plan.step,
+            page_size=page_size,
+            **self._views(rows, tokens, width),
+            host_lengths=tuple(lengths.tolist()),
+            host_query_indptr=tuple(indptr.tolist()),
+        )
+        return self._plan
+
+    def invalidate(self, rows: Collection[int]) -> BatchPlan:
+        """Cut rows off from their units: new tokens are dropped, and what they read is the null unit.
+
+        Returns the plan that replaces the last one. Raises StaleHandleError where nothing was built.
+        """
+        if self._plan is None:
+            raise StaleHandleError("no batch was built")
+        ptr = self._plan.host_query_indptr
+        for row in rows:
+            for buffers in (self._host, self._device):
+                buffers["slots"][ptr[row] : ptr[row + 1]] = -1
+                buffers["page_table"][row, : self._used[2]] = self._null
+        self._plan = replace(self._plan)
+        return self._plan
+
+    def _check_size(self, **sizes: int) -> None:
+        for what, size in sizes.items():
+            if size > self._limits[what]:
+                raise CapacityError(
+                    f"step has more {what} than the store was built for",
+                    expected=f"at most {self._limits[what]}",
+                    got=size,
+                    remedy={"rows": "raise cache.max_rows", "tokens": "raise cache.max_tokens"}.get(what, ""),
+                )
+
+    def _write(self, lengths: Int64Array, indptr: Int64Array, positions: Int64Array, slots: Int64Array) -> None:
+        """Write used parts, and neutral values over what the last step used beyond them (a captured graph may run
+        over whole buffers)."""
+        tokens = len(slots)
+        old_rows, old_tokens, _ = self._used
+        for name, values, end, neutral in (
+            ("lengths", lengths, old_rows, 0),
+            ("query_indptr", indptr, old_rows + 1, tokens),
+            ("positions", positions, old_tokens, 0),
+            ("slots", slots, old_tokens, -1),
+        ):
+            host = self._array(name)
+            host[: len(values)] = values
+            host[len(values) : end] = neutral
+            self._publish(name, slice(0, max(len(values), end)))
+
+    def _write_table(self, part: RangePlan, widths: Int64Array, rows: int, width: int) -> None:
+        all_rows, all_columns = max(rows, self._used[0]), max(width, self._used[2])
+        table = self._array("page_table")
+        table[:all_rows, :all_columns] = self._null
+        row_of = np.repeat(np.arange(rows), widths)
+        table[row_of, np.arange(len(part.units)) - part.indptr[row_of]] = part.units
+        self._publish("page_table", (slice(0, all_rows), slice(0, all_columns)))
+
+    def _array(self, name: str) -> npt.NDArray[np.int64]:
+        array: npt.NDArray[np.int64] = self._host[name].numpy()
+        return array
+
+    def _publish(self, name: str, where: Any) -> None:
+        if self._device is not self._host:
+            self._device[name][where].copy_(self._host[name][where])
+
+    def _views(self, rows: int, tokens: int, width: int) -> dict[str, torch.Tensor]:
+        buffers = self._device
+        return {
+            "lengths": buffers["lengths"][:rows],
+            "query_indptr": buffers["query_indptr"][: rows + 1],
+            "positions": buffers["positions"][:tokens],
+            "slots": buffers["slots"][:tokens],
+            "page_table": buffers["page_table"][:rows, :width],
+        }

@@ -1,0 +1,394 @@
+"""``KVCache``: the façade an engine embeds.
+
+It joins one manager (integers: which request holds which units) with the store of this process (bytes, kernels,
+transport) by step plans. An engine's loop is::
+
+    cache.admit("r1", len(prompt))
+    with cache.begin([("r1", chunk)]) as step:
+        for layer in model:
+            step.store(layer, {"k": k, "v": v})
+            step.attend(layer, q, out, params)
+        step.commit()
+    cache.release("r1")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import numpy as np
+
+from kvcore.backup import RetractionHandle, Retractor, check_backup
+from kvcore.config import Config
+from kvcore.contract import DONE, AttendParams, Backup, BatchPlan, Fence, Format, Transport
+from kvcore.dispatch import KernelChoice
+from kvcore.errors import RequestError, UnsupportedError
+from kvcore.layout import Int64Array, Layout
+from kvcore.manager import Manager, ManagerStats, RangeBudget, Request
+from kvcore.peers import ReceiveSide, SendSide
+from kvcore.plugins import Registry
+from kvcore.sizing import Units, token_capacity, units_for_memory
+from kvcore.spec import LayerGroup, ModelSpec, Shard
+from kvcore.stepplan import StepPlan, StepRow
+from kvcore.store import Store
+from kvcore.transfer.manifest import Manifest, new_instance
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Step:
+    """One forward pass: what the rows store, and what they attend to.
+
+    A context manager: leaving it without :meth:`commit` (an exception, an abort) abandons the step, and the cache is as
+    if it had never begun.
+    """
+
+    def __init__(self, manager: Manager, store: Store, plan: StepPlan) -> None:
+        self.plan = plan
+        self._manager = manager
+        self._store = store
+        self._open = True
+
+    def batch(self, group: str) -> BatchPlan:
+        """The batch of one layer group, as its kernels see it."""
+        return self._store.plan(group)
+
+    def store(
+        self,
+        layer: int,
+        rows: Mapping[str, torch.Tensor],
+        valid: torch.Tensor | None = None,
+        after: Fence = DONE,
+    ) -> Fence:
+        """Encode and write the new tokens of a layer: ``rows[name] [T, H, D]``; ``valid`` bool ``[T]`` drops rows."""
+        return self._store.store(layer, rows, valid, after)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, out: torch.Tensor, params: AttendParams, after: Fence = DONE
+    ) -> Fence:
+        """Attention of the step's queries ``[T, Hq, Dk]`` on the pools, into ``out [T, Hq, Dv]``."""
+        return self._store.attend(layer, q, out, params, after)
+
+    def load(self, layer: int, slots: torch.Tensor, out: Mapping[str, torch.Tensor], after: Fence = DONE) -> Fence:
+        """Decode stored rows at ``slots`` int64 ``[N]`` into ``out[name] [N, H, D]``; −1 gives zeros."""
+        return self._store.load(layer, slots, out, after)
+
+    def commit(self, accepted: Sequence[int] | None = None) -> tuple[StepRow, ...]:
+        """Make the step's tokens part of their requests; ``accepted[r]`` keeps only the first tokens of row r.
+
+        Returns the rows whose request was released meanwhile: nothing of them is kept.
+        """
+        self._check()
+        stale = self._manager.commit(self.plan, accepted)
+        self._open = False
+        return stale
+
+    def abandon(self) -> None:
+        """Undo the step: lengths are as before, units it reserved stay with their requests."""
+        self._check()
+        self._manager.abandon(self.plan)
+        self._open = False
+
+    def _check(self) -> None:
+        if not self._open:
+            raise RequestError("step is already committed or abandoned", step=self.plan.step)
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open:
+            self.abandon()
+
+
+class CacheStats(msgspec.Struct, frozen=True):
+    """What a cache holds.
+
+    Attributes:
+        manager: units by range, and requests.
+        allocated_bytes: device bytes by layer group.
+        backup_bytes: bytes of retracted requests.
+    """
+
+    manager: ManagerStats
+    allocated_bytes: dict[str, int]
+    backup_bytes: int
+
+
+class KVCache:
+    """The KV cache of one model in this process. Build with :meth:`create`; a context manager.
+
+    Attributes:
+        model, config: what it was built for.
+        layouts: by layer group.
+        manager: request life cycle.
+        store: pools and kernels.
+        poison_freed: for tests: units are filled with 0xFF when a request gives them up.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        config: Config,
+        layouts: Mapping[str, Layout],
+        units: Units,
+        manager: Manager,
+        store: Store,
+        retractor: Retractor,
+        registry: Registry,
+        shard: Shard,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.layouts = dict(layouts)
+        self._units = units
+        self.manager = manager
+        self.store = store
+        self.shard = shard
+        self._retractor = retractor
+        self._registry = registry
+        self._sides: list[SendSide | ReceiveSide] = []
+        self._closed = False
+        self.poison_freed = False
+
+    @classmethod
+    def create(cls, model: ModelSpec, config: Config, registry: Registry, *, shard: Shard | None = None) -> KVCache:
+        """Resolve everything, refuse what cannot work, then allocate.
+
+        Raises ConfigError, LayoutError, PluginError or UnsupportedError before memory is touched, and CapacityError
+        where ``config.cache.memory`` holds no unit.
+        """
+        shard = shard or Shard()
+        kv_format = registry.format(config.cache.format, **config.cache.format_options)
+        layouts = {group.prefix: _layout(group, kv_format, config, registry, shard) for group in model.groups}
+        spaces = registry.index_spaces()
+        for layout in layouts.values():
+            for spec in layout.spaces:
+                if spec.kind not in spaces:
+                    raise UnsupportedError(
+                        "no installed plugin provides this index space", kind=spec.kind, known=sorted(spaces)
+                    )
+                spaces[spec.kind].check(spec)
+        backup: Backup | None = None
+        if config.retraction.policy == "backup":
+            backup = registry.backup(config.retraction.backend, **config.retraction.options)
+            check_backup(backup, layouts)
+        units = units_for_memory(layouts, config.cache.memory)
+        store = Store(
+            model,
+            layouts,
+            dict.fromkeys(layouts, kv_format),
+            units,
+            registry.pool_builders(),
+            registry.kernels(),
+            device=config.cache.device,
+            max_rows=config.cache.max_rows,
+            max_tokens=config.cache.max_tokens,
+            shard=shard,
+        )
+        try:
+            manager = Manager(_budgets(layouts, units), spaces, max_requests=None)
+            states = frozenset(group.prefix for group in model.groups if group.kind == "state")
+            retractor = Retractor(manager, store, backup, layouts, states)
+            return cls(model, config, layouts, units, manager, store, retractor, registry, shard)
+        except BaseException:
+            store.close()
+            raise
+
+    # --- requests ---
+
+    @property
+    def token_capacity(self) -> int | None:
+        """Tokens that fit: of the growing range that is full first. None where nothing grows with length."""
+        return token_capacity(self.layouts, self._units)
+
+    def can_admit(self, num_tokens: int, *, headroom_tokens: int = 0) -> bool:
+        """Whether ``admit`` would succeed now, counted in whole units, with room for further tokens left."""
+        return self.manager.can_admit(num_tokens, headroom_tokens=headroom_tokens)
+
+    def admit(self, request_id: str, num_tokens: int) -> Request:
+        """Start a request of ``num_tokens`` prompt tokens and allocate their units.
+
+        Raises EmptyPromptError, PromptTooLongError, DuplicateRequestError, or CapacityError (try later); nothing is
+        changed by a refusal.
+        """
+        return self.manager.admit(request_id, num_tokens)
+
+    def fork(self, request_id: str, new_id: str, prefix_tokens: int) -> Request:
+        """Start ``new_id`` with the first tokens of another request; units are shared and copied on first write."""
+        return self.manager.fork(request_id, new_id, prefix_tokens)
+
+    def release(self, request_id: str) -> None:
+        """End a request: its units return to the pool, rows of a step under way are dropped.
+
+        A second call raises UnknownRequestError.
+        """
+        with self._poisoning(request_id):
+            self.manager.release(request_id)
+            self.store.invalidate(request_id)
+
+    def length(self, request_id: str) -> int:
+        """Tokens of a request in the cache."""
+        return self.manager.get(request_id).length
+
+    def units(self, request_id: str, group: str, range_name: str) -> Int64Array:
+        """Unit ids of a request, in logical order."""
+        return self.manager.units(request_id, group, range_name)
+
+    # --- steps ---
+
+    def begin(self, rows: Sequence[tuple[str, int]]) -> Step:
+        """Begin a step with ``(request id, new tokens)`` rows, in batch order.
+
+        Missing units are allocated for all rows or for none: CapacityError leaves everything as it was, and is the
+        moment to retract.
+        """
+        self._retractor.poll()
+        plan = self.manager.plan_step(rows)
+        try:
+            self.store.begin(plan)
+        except BaseException:
+            self.manager.abandon(plan)
+            raise
+        return Step(self.manager, self.store, plan)
+
+    # --- retraction ---
+
+    def retract(self, request_id: str, engine_data: bytes = b"") -> RetractionHandle:
+        """Take a request off the device. See :meth:`kvcore.backup.Retractor.retract`."""
+        with self._poisoning(request_id):
+            return self._retractor.retract(request_id, engine_data)
+
+    def resume(self, handle: RetractionHandle) -> None:
+        """Bring a request back into new units. See :meth:`kvcore.backup.Retractor.resume`."""
+        self._retractor.resume(handle)
+
+    def drop(self, handle: RetractionHandle) -> None:
+        """Forget a retracted request."""
+        self._retractor.drop(handle)
+
+    # --- transfer ---
+
+    def serve(self) -> SendSide:
+        """Offer requests of this cache to other processes; ``address`` of the result is what they connect to."""
+        manifest, config = self._manifest("sender"), self.config.transfer
+        side = SendSide.open(manifest, config, self._transport(), self.manager, self.store)
+        self._sides.append(side)
+        return side
+
+    def connect(self, address: str) -> ReceiveSide:
+        """Pull requests from the cache served at ``address``. Raises HandshakeError for what cannot be converted."""
+        manifest, config = self._manifest("receiver"), self.config.transfer
+        side = ReceiveSide.open(address, manifest, config, self._transport(), self.manager, self.store)
+        self._sides.append(side)
+        return side
+
+    def _manifest(self, role: Literal["sender", "receiver"]) -> Manifest:
+        return Manifest(
+            instance=new_instance(),
+            role=role,
+            model=self.model.fingerprint(),
+            layouts=self.layouts,
+            units=self._units,
+            transport=self.config.transfer.transport,
+            shard=self.shard,
+        )
+
+    def _transport(self) -> Transport:
+        transport = self._registry.transport(self.config.transfer.transport, **self.config.transfer.options)
+        for layout in self.layouts.values():
+            transport.supports(self.config.cache.device, layout).require(
+                "transport cannot serve this pool", transport=transport.name, device=self.config.cache.device
+            )
+        return transport
+
+    # --- inspection, end ---
+
+    @contextmanager
+    def _poisoning(self, request_id: str) -> Iterator[None]:
+        """With ``poison_freed``: fill what a call frees of a request with 0xFF, so that a stale read shows."""
+        if not self.poison_freed:
+            yield
+            return
+        ranges = [(group, item.name) for group, layout in self.layouts.items() for item in layout.ranges]
+        before = {key: self.manager.units(request_id, *key) for key in ranges}
+        yield
+        for (group, name), units in before.items():
+            freed = np.intersect1d(units, self.manager.free_units(group, name))
+            self.store.pools[group].fill(freed, 0xFF)
+
+    def explain(self) -> dict[str, tuple[KernelChoice, ...]]:
+        """By layer group: the kernel of each op, and why each other one was refused."""
+        return self.store.explain()
+
+    def stats(self) -> CacheStats:
+        """What is held now."""
+        arenas = self.store.arenas()
+        return CacheStats(
+            self.manager.stats(), {name: arena.nbytes for name, arena in arenas.items()}, self._retractor.bytes_held
+        )
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every unit is accounted for."""
+        self.manager.check_integrity()
+
+    def close(self) -> None:
+        """Stop transfers, forget backups, give all memory back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for side in self._sides:
+            side.close()
+        self._retractor.close()
+        self.store.close()
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _layout(group: LayerGroup, kv_format: Format, config: Config, registry: Registry, shard: Shard) -> Layout:
+    if group.kind == "state":
+        holders = [item for item in registry.state_components() if item.applies(group)]
+        if len(holders) != 1:
+            raise UnsupportedError(
+                "a group of recurrent state needs exactly one state component",
+                group=group.prefix,
+                got=[item.name for item in holders],
+                remedy="enable a plugin that provides a state component for this model",
+            )
+        return holders[0].layout(group, shard=shard, arena=config.cache.arena)
+    kv_format.supports(group).require(
+        "format cannot hold this layer group", format=kv_format.name, group=group.prefix, remedy="choose another format"
+    )
+    return kv_format.layout(group, page_size=config.cache.page_size, shard=shard, arena=config.cache.arena)
+
+
+def _budgets(layouts: Mapping[str, Layout], units: Mapping[str, Mapping[str, int]]) -> list[RangeBudget]:
+    budgets = []
+    for name, layout in layouts.items():
+        placement = layout.place(units[name])
+        for unit_range in layout.ranges:
+            holders = [region for region in layout.regions if unit_range.name in region.ranges]
+            components = tuple(dict.fromkeys(region.component for region in holders))
+            spans = {span for region in holders for span in placement.ranges[region.name] if span[0] == unit_range.name}
+            if len(spans) != 1:
+                raise UnsupportedError(
+                    "a unit range must start at the same unit in every region", group=name, range=unit_range.name
+                )
+            _, first, count = spans.pop()
+            budgets.append(
+                RangeBudget(name, unit_range.name, layout.space(unit_range.space), count, first, components)
+            )
+    return budgets

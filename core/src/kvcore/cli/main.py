@@ -1,0 +1,105 @@
+"""The ``kvcore`` command.
+
+Subcommands come from plugins: their names from metadata, so that ``kvcore X`` imports only the plugin that provides
+``X``. Exit codes: 0 done, 1 failed, 2 wrong usage, configuration or plugin, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from kvcore import __version__
+from kvcore.cli.boot import configure_logging
+from kvcore.contract import Command
+from kvcore.errors import ConfigError, KVCoreError, PluginError, UnsupportedError, nearest
+from kvcore.plugins import load_command, provided_names
+
+USAGE = "usage: kvcore [--version] [--help] COMMAND [OPTIONS]"
+
+# Typer carries its own copy of click's exceptions in some versions and imports click in others; this is the base class
+# of every usage error in both.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+class UsageError(KVCoreError):
+    """A command line that cannot be understood."""
+
+    code = "usage"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``kvcore`` and return its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        configure_logging()
+        return _dispatch(args)
+    except KVCoreError as error:
+        return _report(error, args)
+    except (KeyboardInterrupt, typer.Abort):
+        print("kvcore: interrupted", file=sys.stderr)
+        return 130
+
+
+def _dispatch(args: list[str]) -> int:
+    if not args:
+        print(_help())
+        return 2
+    first, rest = args[0], args[1:]
+    if first in ("--help", "-h"):
+        print(_help())
+        return 0
+    if first == "--version":
+        print(f"kvcore {__version__}")
+        return 0
+    if first.startswith("-"):
+        known = ("--help", "--version")
+        remedy = f"{nearest(first, known)}; options of a command come after it"
+        raise UsageError("unknown option", option=first, remedy=remedy)
+    return _invoke(load_command(first), rest)
+
+
+def _invoke(command: Command, args: list[str]) -> int:
+    app = typer.Typer(
+        add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["--help", "-h"]}
+    )
+    app.command(name=command.name, help=command.help)(command.callback)
+    program = f"kvcore {command.name}"
+    try:
+        result = typer.main.get_command(app).main(args=args, prog_name=program, standalone_mode=False)
+    except _UsageError as error:
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        raise UsageError(text.rstrip("."), remedy=f"see {program} --help") from error
+    return result if isinstance(result, int) else 0
+
+
+def _help() -> str:
+    """List every command with its help, and those whose plugin is broken as such."""
+    rows = []
+    for name in provided_names("commands"):
+        try:
+            rows.append((name, load_command(name).help))
+        except PluginError as error:
+            cause = error.fields.get("cause", error.message)
+            rows.append((name, f"(broken: plugin {error.fields.get('plugin', '?')}: {cause}; see kvcore plugins)"))
+    width = max((len(name) for name, _ in rows), default=0)
+    lines = [USAGE, "", "The KV-cache layer of an LLM inference engine.", "", "commands:"]
+    lines += [f"  {name.ljust(width)}  {text}" for name, text in rows]
+    return "\n".join([*lines, "", "kvcore COMMAND --help shows the options of a command."])
+
+
+def _report(error: KVCoreError, args: Sequence[str]) -> int:
+    """Print one message, as JSON where the command was asked for JSON, and return the exit code."""
+    if "--json" in args:
+        print(json.dumps({"error": error.as_dict()}), file=sys.stderr)
+    else:
+        print(f"kvcore: {error}", file=sys.stderr)
+    # A combination refused at configuration is a wrong configuration too.
+    return 2 if isinstance(error, ConfigError | PluginError | UnsupportedError | UsageError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

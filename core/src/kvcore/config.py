@@ -1,0 +1,292 @@
+"""The configuration: one TOML file, overridden by command-line flags (no torch).
+
+Every key is typed, unknown ones are refused at any depth with the nearest known one named. No environment variable
+changes which bytes are kept or moved.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+import typing
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvcore.errors import ConfigError, nearest
+from kvcore.layout import ArenaOrder
+
+_UNITS = {"b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+_TRUE = frozenset({"1", "true", "on", "yes"})
+_FALSE = frozenset({"", "0", "false", "off", "no"})
+
+# Marks integers that may be written as "64MiB".
+_BYTES = {"kvcore": "bytes"}
+
+Bytes = Annotated[int, msgspec.Meta(gt=0, extra=_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is kept and where.
+
+    Attributes:
+        format: name of the KV format.
+        format_options: options of that format.
+        page_size: tokens a page.
+        memory: bytes of KV per rank, or a size such as ``"64MiB"``.
+        device: ``cpu``, ``cuda:0``, …
+        arena: order of the arena, see :class:`kvcore.layout.Layout`.
+        max_rows: most requests in a step.
+        max_tokens: most new tokens in a step.
+    """
+
+    format: str = "fp32"
+    format_options: dict[str, Any] = {}
+    page_size: Count = 16
+    memory: Bytes = 256 * 1024**2
+    device: str = "cpu"
+    arena: ArenaOrder = "page_major"
+    max_rows: Count = 64
+    max_tokens: Count = 2048
+
+
+class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How KV moves between processes.
+
+    Attributes:
+        transport: name of the transport, and its ``options``.
+        bind: ZeroMQ address the sender listens on; loopback unless told otherwise.
+        lease_s: how long offered units are held after the prompt is done, unless renewed or acknowledged.
+        heartbeat_s: how often the receiver renews leases; shorter than ``lease_s``.
+        checksum: whether commit carries a checksum per component.
+        curve_certificate: file with this process's CURVE key pair (``zmq.auth.create_certificates``); "" is no
+            encryption.
+        curve_peer: file with the peer's public certificate.
+    """
+
+    transport: str = "shm"
+    options: dict[str, Any] = {}
+    bind: str = "tcp://127.0.0.1:*"
+    lease_s: Seconds = 30.0
+    heartbeat_s: Seconds = 1.0
+    checksum: bool = False
+    curve_certificate: str = ""
+    curve_peer: str = ""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.lease_s) and self.heartbeat_s < self.lease_s):
+            raise ConfigError(
+                "heartbeats must come more often than leases end",
+                key="transfer.heartbeat_s",
+                lease_s=self.lease_s,
+                heartbeat_s=self.heartbeat_s,
+            )
+        if bool(self.curve_certificate) != bool(self.curve_peer):
+            raise ConfigError(
+                "CURVE needs both certificates",
+                key="transfer.curve_peer",
+                curve_certificate=self.curve_certificate,
+                curve_peer=self.curve_peer,
+            )
+
+
+class RetractionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What happens to a request that is taken off the device.
+
+    Attributes:
+        policy: ``backup`` copies its bytes out, ``recompute`` prefills it again.
+        backend: name of the backup backend, and its ``options``.
+    """
+
+    policy: Literal["backup", "recompute"] = "backup"
+    backend: str = "host_tensor"
+    options: dict[str, Any] = {}
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that can be configured.
+
+    Attributes:
+        plugins: plugins to enable besides the built-ins; the providers of named formats, transports and backups are
+            enabled by themselves.
+    """
+
+    plugins: tuple[str, ...] = ()
+    cache: CacheConfig = CacheConfig()
+    transfer: TransferConfig = TransferConfig()
+    retraction: RetractionConfig = RetractionConfig()
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any]) -> Config:
+        """Check plain nested values (as TOML and JSON give them) and build the configuration.
+
+        Raises:
+            ConfigError: unknown key, wrong type or value out of range, naming the key with its path.
+        """
+        return _convert(_checked(data, cls, ""), cls)
+
+    def to_json(self) -> bytes:
+        """Serialise, for workers in other processes; :meth:`from_json` gives an equal configuration."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> Config:
+        """Decode and validate."""
+        try:
+            plain = msgspec.json.decode(data)
+        except msgspec.DecodeError as error:
+            raise ConfigError("configuration is not valid JSON", cause=str(error)) from error
+        return cls.from_mapping(plain)
+
+
+def load_config(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a configuration.
+
+    Args:
+        path: a TOML file; None starts from the defaults.
+        overrides: dotted key → value, e.g. ``{"cache.format": "fp16"}``; None as a value means "not given".
+
+    Raises:
+        ConfigError: the file cannot be read, or anything in it or in the overrides is wrong.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            data = tomllib.loads(path.read_bytes().decode("utf-8"))
+        except OSError as error:
+            raise ConfigError("configuration file cannot be read", path=str(path), cause=str(error)) from error
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError("configuration file is not valid TOML", path=str(path), cause=str(error)) from error
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            _override(data, key, value)
+    try:
+        return Config.from_mapping(data)
+    except ConfigError as error:
+        if path is not None:
+            error.fields["path"] = str(path)
+        raise
+
+
+def parse_bytes(text: str | int) -> int:
+    """Return the bytes a size names: an integer, or text such as ``64MiB``, ``1.5 GiB``, ``2GB`` (decimal), ``4096``.
+
+    Raises:
+        ConfigError: not a size, a negative one, or one that is no whole number of bytes.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    remedy = 'write an integer or a size such as "64MiB"'
+    if match is None:
+        raise ConfigError("not a size in bytes", got=text, remedy=remedy)
+    unit = match[2].lower() or "b"
+    if unit not in _UNITS:
+        shown = {"b": "B"} | {u: u[0].upper() + u[1:].replace("b", "B") for u in _UNITS if len(u) > 1}
+        close = f"{unit[0]}ib" if f"{unit[0]}ib" in _UNITS else ""
+        hint = f"did you mean {shown[close]!r}?" if close else f"known: {', '.join(shown.values())}"
+        raise ConfigError("unknown unit of a size", got=text, unit=match[2], remedy=hint)
+    size = Fraction(match[1]) * _UNITS[unit]
+    if size.denominator != 1:
+        raise ConfigError("not a whole number of bytes", got=text, remedy=remedy)
+    return int(size)
+
+
+def parse_bool(name: str, text: str) -> bool:
+    """Return what a boolean setting written as text says; never the truth of the string itself.
+
+    Args:
+        name: the variable or option, for the message.
+        text: ``1 true on yes`` or ``0 false off no`` or nothing; case and surrounding blanks do not matter.
+
+    Raises:
+        ConfigError: anything else, naming the variable.
+    """
+    word = text.strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ConfigError("not a boolean", variable=name, got=text, remedy=nearest(word, (_TRUE | _FALSE) - {""}))
+
+
+# --- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _override(data: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    here = data
+    for depth, name in enumerate(parents):
+        inner = here.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise ConfigError("key has no parts", key=".".join(parents[: depth + 1]), got=key)
+        here = inner
+    here[last] = value
+
+
+def _checked(data: Any, cls: type[msgspec.Struct], path: str) -> dict[str, Any]:
+    """Refuse unknown keys, with their path, and turn written sizes into integers."""
+    if not isinstance(data, Mapping):
+        raise ConfigError("expected a table", key=path or "(top level)", got=type(data).__name__)
+    known = typing.get_type_hints(cls, include_extras=True)
+    out: dict[str, Any] = {}
+    for name, value in data.items():
+        key = f"{path}.{name}" if path else str(name)
+        if name not in known:
+            raise ConfigError("unknown configuration key", key=key, remedy=_nearest_key(str(name), path, known))
+        kind = known[name]
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            out[name] = _checked(value, kind, key)
+        elif any(getattr(meta, "extra", None) == _BYTES for meta in getattr(kind, "__metadata__", ())):
+            out[name] = _size(value, key)
+        else:
+            out[name] = value
+    return out
+
+
+def _nearest_key(name: str, path: str, known: Mapping[str, Any]) -> str:
+    """Name the nearest key: of this table, or the same word in another one."""
+    if name not in known and not path:
+        for table, kind in known.items():
+            if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name in kind.__struct_fields__:
+                return f"did you mean '{table}.{name}'?"
+    return nearest(name, known)
+
+
+def _size(value: Any, key: str) -> int:
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        error.fields = {"key": key, **error.fields}
+        raise
+
+
+def _convert(data: dict[str, Any], cls: type[Config]) -> Config:
+    try:
+        return msgspec.convert(data, cls)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        text, _, where = str(error).partition(" - at `$")
+        key = where.strip("`.")
+        raise ConfigError(f"wrong value: {text}", key=key or "(top level)", got=_at(data, key)) from error
+
+
+def _at(data: Any, key: str) -> Any:
+    """The value at a dotted key, or what is above it where the path leaves the tables (``plugins[...]``)."""
+    for name in key.split("."):
+        if not isinstance(data, Mapping) or name not in data:
+            break
+        data = data[name]
+    return data

@@ -1,0 +1,103 @@
+"""Which kernel serves which op: decided once per pool, with a reason for everything that was not chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvcore.contract import FULL, OPS, Fence, Format, Kernel, Op, PoolView, Support, unsupported
+from kvcore.errors import PluginError, UnsupportedError
+from kvcore.layout import Layout
+from kvcore.spec import LayerGroup
+
+
+class KernelChoice(msgspec.Struct, frozen=True):
+    """What ``kvcore explain`` shows of one op.
+
+    Attributes:
+        op: the op.
+        chosen: name of the kernel that serves it.
+        refused: ``(kernel, reason)`` of every other one.
+    """
+
+    op: Op
+    chosen: str
+    refused: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTable:
+    """The bound functions of one pool; signatures in :class:`kvcore.contract.Kernel`."""
+
+    store: Callable[..., Fence]
+    load: Callable[..., Fence]
+    attend_decode: Callable[..., Fence]
+    attend_prefill: Callable[..., Fence]
+    copy_units: Callable[..., Fence]
+    choices: tuple[KernelChoice, ...]
+
+
+@dataclass(frozen=True)
+class ChosenKernels:
+    """One kernel per op, decided from the layout alone, before memory is touched."""
+
+    kernels: Mapping[Op, Kernel]
+    choices: tuple[KernelChoice, ...]
+
+    def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> KernelTable:
+        """Resolve every op to the function called per step."""
+        bound = {op: kernel.bind(pool, group, format) for op, kernel in self.kernels.items()}
+        return KernelTable(**bound, choices=self.choices)
+
+
+def choose_kernels(kernels: Sequence[Kernel], device: str, layout: Layout, group: LayerGroup) -> ChosenKernels:
+    """Choose one kernel per op: of those that support the pool, the one with the highest priority.
+
+    Raises UnsupportedError where an op has none, with every refusal and its reason; PluginError where two supported
+    kernels have the same priority, since load order must not decide.
+    """
+    chosen: dict[Op, Kernel] = {}
+    choices = []
+    for op in OPS:
+        answers = [(kernel, _supports(kernel, device, layout, group)) for kernel in kernels if kernel.op == op]
+        able = sorted((k for k, answer in answers if answer), key=lambda k: (-k.priority, k.name))
+        refused = [(kernel.name, answer.reason) for kernel, answer in answers if not answer]
+        if not able:
+            raise UnsupportedError(
+                f"no kernel for {op}",
+                op=op,
+                format=layout.format,
+                group=group.prefix,
+                device=device,
+                refused=[f"{name}: {reason}" for name, reason in sorted(refused)],
+                remedy="enable a plugin that has one, or choose another format or device",
+            )
+        best = able[0]
+        tied = [kernel.name for kernel in able if kernel.priority == best.priority]
+        if len(tied) > 1:
+            raise PluginError(
+                f"several kernels of one priority for {op}",
+                op=op,
+                format=layout.format,
+                kernels=tied,
+                priority=best.priority,
+                remedy="disable the plugin of one of them",
+            )
+        chosen[op] = best
+        refused += [(k.name, f"priority {k.priority} is below {best.priority} of {best.name}") for k in able[1:]]
+        choices.append(KernelChoice(op, best.name, tuple(sorted(refused))))
+    return ChosenKernels(chosen, tuple(choices))
+
+
+def resolve_kernels(kernels: Sequence[Kernel], pool: PoolView, group: LayerGroup, format: Format) -> KernelTable:
+    """:func:`choose_kernels` for a pool, bound."""
+    return choose_kernels(kernels, pool.device, pool.layout, group).bind(pool, group, format)
+
+
+def _supports(kernel: Kernel, device: str, layout: Layout, group: LayerGroup) -> Support:
+    if "*" not in kernel.formats and layout.format not in kernel.formats:
+        return unsupported(f"knows the formats {', '.join(kernel.formats)}, not {layout.format}")
+    answer = kernel.supports(device, layout, group)
+    return FULL if answer.ok else unsupported(answer.reason or "gave no reason")

@@ -1,0 +1,443 @@
+"""Admission, allocation and request life cycle of one model (integers only; ``docs/requests.md`` tells the story).
+
+One manager serves all ranks of a model. It never touches a byte of cache: a step reaches the stores as a
+:class:`kvcore.stepplan.StepPlan`. Every call either does all it was asked or raises and changes nothing. A manager is
+not thread-safe: the engine's scheduler owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from kvcore.contract import IndexSpace
+from kvcore.errors import (
+    ConfigError,
+    EmptyPromptError,
+    IntegrityError,
+    RequestError,
+    UnsupportedError,
+)
+from kvcore.holds import Hold
+from kvcore.layout import Int64Array
+from kvcore.ranges import ManagedRange, RangeBudget, RangeSet
+from kvcore.requests import Request, RequestTable
+from kvcore.stepplan import StepPlan, StepRow
+from kvcore.steps import StepBook
+from kvcore.transfer.payload import Payload
+
+__all__ = ["Hold", "Manager", "ManagerStats", "RangeBudget", "RangeStats", "Request"]
+
+
+class RangeStats(msgspec.Struct, frozen=True):
+    """Units of one range: ``free + used + quarantined == capacity``."""
+
+    group: str
+    range: str
+    capacity: int
+    free: int
+    used: int
+    quarantined: int
+
+
+class ManagerStats(msgspec.Struct, frozen=True):
+    """What a manager holds now."""
+
+    ranges: tuple[RangeStats, ...]
+    requests: int
+    open_steps: int
+
+
+class Manager:
+    """The units of one model and the requests that own them.
+
+    Args:
+        budgets: one per layer group and unit range.
+        spaces: index spaces by kind.
+        max_requests: bound on live requests; None for none.
+
+    Raises ConfigError for an unknown kind of space, options it refuses, or a range without a usable unit.
+    """
+
+    def __init__(
+        self, budgets: Sequence[RangeBudget], spaces: Mapping[str, IndexSpace], *, max_requests: int | None = None
+    ) -> None:
+        if max_requests is not None and max_requests < 1:
+            raise ConfigError("a cache must admit at least one request", max_requests=max_requests)
+        self._ranges = RangeSet(budgets, spaces)
+        self._requests = RequestTable(max_requests)
+        self._steps = StepBook(self._ranges, self._requests)
+        self._holds: set[Hold] = set()
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def max_request_tokens(self) -> int | None:
+        """Longest request an empty cache holds; None where length does not matter."""
+        return self._ranges.max_tokens()
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Live requests, oldest first."""
+        return tuple(self._requests)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
+    def get(self, request_id: str, *, generation: int | None = None) -> Request:
+        """The live request. UnknownRequestError; StaleHandleError where the id is now of another generation."""
+        return self._requests.get(request_id, generation)
+
+    def units(self, request_id: str, group: str, range: str) -> Int64Array:
+        """Region unit ids of a request by logical unit, a copy ``int64 [N]``; dead units are the null unit."""
+        return self._requests.get(request_id)._tables[self._ranges.find(group, range).key].copy()
+
+    def free_units(self, group: str, range: str) -> Int64Array:
+        """Every allocatable unit id now, ascending: what a test may fill with poison."""
+        return self._ranges.find(group, range).allocator.free_units()
+
+    def payloads(self, request_id: str, start: int, stop: int, *, last: bool) -> tuple[Payload, ...]:
+        """Units that became final when the cache grew from ``start`` to ``stop`` tokens: one payload per unit range.
+
+        Called once per chunk with adjoining chunks it lists every unit once; ``(0, length, last=True)`` lists all a
+        request holds. A payload without units is legal. RequestError outside ``0 <= start <= stop <= reserved``.
+        """
+        request = self._requests.get(request_id)
+        if not 0 <= start <= stop <= request._reserved:
+            raise RequestError(
+                "tokens the request does not hold",
+                request=request_id,
+                start=start,
+                stop=stop,
+                reserved=request._reserved,
+            )
+        found = []
+        for key, part in self._ranges.items():
+            lo, hi = part.space.final_units(part.spec, start, stop, last=last)
+            ids = request._tables[key][lo:hi]
+            live = part.real(ids)  # dead units precede live ones
+            budget = part.budget
+            first = lo + len(ids) - len(live)
+            found.append(Payload.of(budget.group, budget.range, budget.components, first, live))
+        return tuple(found)
+
+    def stats(self) -> ManagerStats:
+        """Count units and requests."""
+        ranges = tuple(
+            RangeStats(
+                group=part.budget.group,
+                range=part.budget.range,
+                capacity=part.allocator.capacity,
+                free=part.allocator.free_count,
+                used=part.allocator.used_count,
+                quarantined=part.allocator.quarantined_count,
+            )
+            for part in self._ranges.values()
+        )
+        return ManagerStats(ranges=ranges, requests=len(self._requests), open_steps=len(self._steps))
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    def can_admit(self, num_tokens: int, *, headroom_tokens: int = 0) -> bool:
+        """Whether a new request of ``num_tokens`` fits now, counted in whole units.
+
+        Args:
+            headroom_tokens: also leave whole units free for this many tokens of others (decode growth). A prompt that
+                fits an empty cache may never fit with headroom, so ask with 0 when nothing else runs.
+        """
+        if num_tokens < 1 or headroom_tokens < 0 or self._requests.full:
+            return False
+        return all(
+            part.live_units(0, num_tokens) + part.live_units(0, headroom_tokens) <= part.allocator.free_count
+            for part in self._ranges.values()
+        )
+
+    def admit(self, request_id: str, num_tokens: int, *, external: bool = False) -> Request:
+        """Admit a request of length 0 and hold units for ``num_tokens``.
+
+        Args:
+            external: a transfer or restore fills the units; then :meth:`set_length` says how far. They are not zeroed.
+
+        Raises, in this order: EmptyPromptError for no tokens, PromptTooLongError where an empty cache could not hold
+        them, DuplicateRequestError, CapacityError when units or requests are short now.
+        """
+        if num_tokens < 1:
+            raise EmptyPromptError(
+                "a prompt needs at least one token",
+                request=request_id,
+                num_tokens=num_tokens,
+                remedy="answer it without the cache, or begin it with a start token",
+            )
+        first = {key: part.first_live(num_tokens) if external else 0 for key, part in self._ranges.items()}
+        needs = {key: part.num_units(num_tokens) - first[key] for key, part in self._ranges.items()}
+        self._ranges.demand_fits(request_id, num_tokens if external else 0, num_tokens)
+        self._requests.check_new(request_id)
+        self._ranges.demand_free(needs, request=request_id)
+        request = self._requests.add(request_id, external=external)
+        for key, part in self._ranges.items():
+            dead = np.full(first[key], part.null, np.int64)
+            request._tables[key] = np.concatenate((dead, part.allocate(needs[key], unwritten=not external)))
+        request._reserved = num_tokens
+        return request
+
+    def fork(self, request_id: str, new_id: str, prefix_tokens: int) -> Request:
+        """Admit ``new_id`` with the first ``prefix_tokens`` tokens of a request, sharing its units by count.
+
+        No byte moves: a shared unit is copied when one of its owners first writes into it. 0 tokens share nothing.
+        RequestError past the request's length or while it is in a step; UnsupportedError where an index space no longer
+        holds what the prefix needs.
+        """
+        request = self._idle(request_id)
+        self._requests.check_new(new_id)
+        self._demand_rewindable(request, prefix_tokens)
+        fork = self._requests.add(new_id)
+        for key, part in self._ranges.items():
+            table = request._tables[key][: part.num_units(prefix_tokens)].copy()
+            table[: part.first_live(prefix_tokens)] = part.null
+            part.allocator.retain(part.real(table))
+            fork._tables[key] = table
+        fork._length = fork._reserved = prefix_tokens
+        return fork
+
+    # --- growing and shrinking ---------------------------------------------------------------------------------------
+
+    def reserve(self, request_id: str, num_new: int) -> Request:
+        """Hold units for ``num_new`` tokens past the length, all ranges or none.
+
+        CapacityError when they are short now, PromptTooLongError where an empty cache could not hold them.
+        """
+        request = self._idle(request_id)
+        if num_new < 0:
+            raise RequestError("cannot reserve a negative number of tokens", request=request_id, num_new=num_new)
+        stop = request._length + num_new
+        self._ranges.demand_fits(request_id, request._length, stop)
+        missing = {key: part.missing(request._tables[key], stop) for key, part in self._ranges.items()}
+        self._ranges.demand_free(missing, request=request_id)
+        self._grow(request, stop)
+        return request
+
+    def set_length(self, request_id: str, length: int) -> Request:
+        """Say that a transfer or restore has filled the first ``length`` tokens of an external request.
+
+        May be called again with more tokens until the first step. RequestError for other requests, for fewer tokens
+        than before, or past ``reserved``.
+        """
+        request = self._idle(request_id)
+        if not request._external:
+            raise RequestError(
+                "only a request admitted as external is filled from outside", request=request_id, state=request.state
+            )
+        if not request._length <= length <= request._reserved:
+            raise RequestError(
+                "length outside what is filled and reserved",
+                request=request_id,
+                length=length,
+                filled=request._length,
+                reserved=request._reserved,
+            )
+        self._demand_live(request, length)
+        request._length = length
+        return request
+
+    def truncate(self, request_id: str, length: int) -> Request:
+        """Forget the tokens past ``length`` and drop every unit that holds none of the rest.
+
+        The unit that ``length`` falls into stays, also where it is shared. RequestError past the length or in a step;
+        UnsupportedError where an index space cannot go back.
+        """
+        request = self._idle(request_id)
+        self._demand_rewindable(request, length)
+        for key, part in self._ranges.items():
+            table = request._tables[key]
+            keep = part.num_units(length)
+            part.allocator.release(part.real(table[keep:]))
+            request._tables[key] = table[:keep].copy()
+        request._length = request._reserved = length
+        return request
+
+    def release(self, request_id: str, *, generation: int | None = None) -> None:
+        """End a request in any state and give its units back; the id may be used again at once.
+
+        Units that a copy is holding, or that an open step is still going to write, become allocatable when the hold
+        is released or the step is committed or abandoned. A second call raises UnknownRequestError (StaleHandleError
+        with a ``generation`` whose id was admitted again), so a late release never frees another request's units.
+        """
+        request = self._requests.get(request_id, generation)
+        for key, table in self._requests.remove(request).items():
+            part = self._ranges[key]
+            part.allocator.release(part.real(table))
+
+    def hold(self, request_id: str) -> Hold:
+        """Quarantine all units a request owns now, for an asynchronous copy, until :meth:`Hold.release`."""
+        request = self._requests.get(request_id)
+        return Hold([(part, part.real(request._tables[key])) for key, part in self._ranges.items()], self._holds)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def plan_step(self, rows: Sequence[tuple[str, int]]) -> StepPlan:
+        """Plan one step: ``(request, new tokens)`` per row, in batch order.
+
+        Holds the units the new tokens need, and replaces shared units they write into by copies: for all rows and
+        ranges, or for none. Each row's request is in the step until :meth:`commit` or :meth:`abandon`; other requests
+        may be in another open step.
+
+        Raises RequestError for a row without new tokens, twice in the plan, in another open step or being filled;
+        UnknownRequestError; PromptTooLongError; CapacityError with ``needed`` and ``free`` of the first short range.
+        """
+        requests: list[tuple[Request, int]] = []
+        for request_id, count in rows:
+            request = self._idle(request_id)
+            if count < 1:
+                raise RequestError("a row of a step has at least one new token", request=request_id, count=count)
+            if request._external and not request._length:
+                raise RequestError(
+                    "request is still being filled",
+                    request=request_id,
+                    remedy="call set_length when the transfer or restore is done",
+                )
+            requests.append((request, count))
+        if len({request.id for request, _ in requests}) < len(requests):
+            raise RequestError("a request stands twice in one step", rows=[request.id for request, _ in requests])
+        self._demand_step_fits(requests)
+        for request, count in requests:
+            self._end_filling(request)
+            self._grow(request, request._length + count)
+        return self._steps.open(requests)
+
+    def commit(self, plan: StepPlan, accepted: Sequence[int] | None = None) -> tuple[StepRow, ...]:
+        """The step ran: lengths advance by the accepted tokens of each row (all by default).
+
+        A row whose request was released meanwhile (also when its id was admitted again) is skipped: aborting during a
+        step is ordinary, the other rows stand. Returns the skipped rows. Units stay held for rejected tokens.
+
+        Raises StaleHandleError for a plan that is not open (committed, abandoned, or another manager's), RequestError
+        for ``accepted`` that does not match the rows; nothing is changed then.
+        """
+        counts = [row.count for row in plan.rows] if accepted is None else list(accepted)
+        if len(counts) != len(plan.rows) or any(
+            not 0 <= n <= row.count for n, row in zip(counts, plan.rows, strict=True)
+        ):
+            raise RequestError(
+                "accepted tokens do not match the rows",
+                step=plan.step,
+                expected=[row.count for row in plan.rows],
+                got=counts,
+            )
+        return self._steps.commit(plan, counts)
+
+    def abandon(self, plan: StepPlan) -> tuple[StepRow, ...]:
+        """The step failed or never ran: lengths and shared units are as before it, whatever it wrote meanwhile.
+
+        Units it took stay reserved and are fresh again in the next plan. Returns the rows whose request was released
+        meanwhile. StaleHandleError for a plan that is not open.
+        """
+        return self._steps.abandon(plan)
+
+    # --- integrity ---------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every unit is free, quarantined, or referenced as often as tables name it."""
+        for key, part in self._ranges.items():
+            part.allocator.check_integrity()
+            owned = [self._check_table(request, part) for request in self._requests]
+            held = [ids for hold in self._holds for other, ids in hold if other is part]
+            for step in self._steps:
+                owned.append(step.sources(key))
+                held.append(step.held[key])
+            first, count = part.budget.first_unit, part.budget.num_units
+            everything = np.arange(first, first + count, dtype=np.int64)
+            self._check_counts(part, "references", owned, part.allocator.refcounts(everything))
+            self._check_counts(part, "quarantines", held, part.allocator.holds())
+
+    def _check_table(self, request: Request, part: ManagedRange) -> Int64Array:
+        table = request._tables[part.key]
+        live = part.real(table)
+        dead = len(table) - len(live)
+        whole = len(table) == part.num_units(request._reserved) and request._length <= request._reserved
+        if not whole or np.any(table[:dead] != part.null) or not part.holds_live(table, request._length):
+            raise IntegrityError(
+                "unit table does not match the request", request=request.id, range=part.key, length=request._length
+            )
+        return live
+
+    def _check_counts(self, part: ManagedRange, what: str, found: Sequence[Int64Array], counted: Int64Array) -> None:
+        local = np.concatenate([*found, np.empty(0, np.int64)]) - part.budget.first_unit
+        expected = np.bincount(local, minlength=part.budget.num_units)
+        wrong = np.flatnonzero(expected != counted)
+        if len(wrong):
+            unit = int(wrong[0])
+            raise IntegrityError(
+                f"{what} of a unit and its count disagree",
+                range=part.key,
+                unit=unit + part.budget.first_unit,
+                expected=int(expected[unit]),
+                got=int(counted[unit]),
+            )
+
+    # --- rules that several calls share ------------------------------------------------------------------------------
+
+    def _idle(self, request_id: str) -> Request:
+        request = self._requests.get(request_id)
+        if request._open_step is not None:
+            raise RequestError(
+                "request is in an open step",
+                request=request_id,
+                step=request._open_step,
+                remedy="commit or abandon that step first",
+            )
+        return request
+
+    def _grow(self, request: Request, stop: int) -> None:
+        for key, part in self._ranges.items():
+            table = request._tables[key]
+            missing = part.missing(table, stop)
+            if missing:
+                request._tables[key] = np.concatenate((table, part.allocate(missing, unwritten=True)))
+        request._reserved = max(request._reserved, stop)
+
+    def _end_filling(self, request: Request) -> None:
+        if request._external:  # what the transfer did not fill still holds bytes of earlier owners
+            request._external = False
+            for key, part in self._ranges.items():
+                part.mark(part.real(request._tables[key][part.num_units(request._length) :]), unwritten=True)
+
+    def _demand_step_fits(self, rows: Sequence[tuple[Request, int]]) -> None:
+        needs = {key: 0 for key, _ in self._ranges.items()}
+        for request, count in rows:
+            start, stop = request._length, request._length + count
+            if stop > request._reserved:
+                self._ranges.demand_fits(request.id, start, stop)
+            for key, part in self._ranges.items():
+                table = request._tables[key]
+                needs[key] += part.missing(table, stop) + len(part.shared_writes(table, start, stop))
+        self._ranges.demand_free(needs)
+
+    def _demand_rewindable(self, request: Request, length: int) -> None:
+        if not 0 <= length <= request._length:
+            raise RequestError(
+                "not a prefix of the request", request=request.id, prefix_tokens=length, length=request._length
+            )
+        for part in self._ranges.values():
+            if length < request._length and not part.spec.tokens_per_unit:
+                raise UnsupportedError(
+                    "a state is valid only at the length it was taken",
+                    request=request.id,
+                    prefix_tokens=length,
+                    length=request._length,
+                    group=part.budget.group,
+                    range=part.budget.range,
+                )
+        self._demand_live(request, length)
+
+    def _demand_live(self, request: Request, length: int) -> None:
+        for key, part in self._ranges.items():
+            if not part.holds_live(request._tables[key], length):
+                raise UnsupportedError(
+                    "units that these tokens need are dropped already",
+                    request=request.id,
+                    length=length,
+                    group=part.budget.group,
+                    range=part.budget.range,
+                )

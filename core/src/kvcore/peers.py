@@ -1,0 +1,247 @@
+"""The two ends of a transfer, as an engine sees them: endpoint calls and the units behind them kept in step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Self
+
+import zmq.auth
+
+from kvcore.config import TransferConfig
+from kvcore.contract import Transport
+from kvcore.errors import ConfigError
+from kvcore.manager import Manager
+from kvcore.store import Store
+from kvcore.transfer.endpoint import CurveKeys, EndpointStats, ReceiverEndpoint, SenderEndpoint
+from kvcore.transfer.manifest import Manifest
+from kvcore.transfer.session import (
+    ReceiveDone,
+    ReceiveEvent,
+    ReceiveFailed,
+    ReceiveQuiet,
+    SendDone,
+    SendEvent,
+    SendFailed,
+    TransferOptions,
+)
+
+__all__ = [
+    "ReceiveDone",
+    "ReceiveEvent",
+    "ReceiveFailed",
+    "ReceiveQuiet",
+    "ReceiveSide",
+    "SendDone",
+    "SendEvent",
+    "SendFailed",
+    "SendSide",
+]
+
+
+class SendSide:
+    """Offers requests to the decode processes that connect. Calls are made by the engine's thread only.
+
+    From ``begin`` to its final event a request's units belong to the transfer: the engine does not release it, but
+    calls :meth:`abort`. The final event (:class:`SendDone`, :class:`SendFailed`) releases it.
+    """
+
+    def __init__(self, endpoint: SenderEndpoint, transport: Transport, manager: Manager, store: Store) -> None:
+        self._endpoint = endpoint
+        self._transport = transport
+        self._manager = manager
+        self._store = store
+        self._queue: deque[SendEvent] = deque()
+
+    @classmethod
+    def open(
+        cls, manifest: Manifest, config: TransferConfig, transport: Transport, manager: Manager, store: Store
+    ) -> Self:
+        """Register the arenas and start serving. Takes ownership of ``transport``, also when it fails."""
+        try:
+            record = transport.register(store.arenas())
+            endpoint = SenderEndpoint(
+                manifest.serving(record), bind=config.bind, options=_options(config), keys=_keys(config)
+            )
+        except BaseException:
+            transport.close()
+            raise
+        return cls(endpoint, transport, manager, store)
+
+    @property
+    def address(self) -> str:
+        """What decode processes connect to."""
+        return self._endpoint.address
+
+    def begin(self, request_id: str, num_tokens: int) -> None:
+        """Announce a request of ``num_tokens`` prompt tokens; asks for it are answered from now on.
+
+        Raises DuplicateRequestError while an earlier request of that id is not over.
+        """
+        self._drain()  # an event of an earlier request of this id must not release the new one
+        self._endpoint.begin(request_id, num_tokens)
+
+    def chunk_starts(self, request_id: str, *, last: bool) -> None:
+        """Say that a prefill chunk begins, so that bytes pulled before the last one can be counted."""
+        self._endpoint.note_chunk_start(request_id, last=last)
+
+    def offer(self, request_id: str, start: int, stop: int, *, last: bool = False, engine_data: bytes = b"") -> None:
+        """Offer the units that became final when tokens ``[start, stop)`` were computed and committed.
+
+        ``last`` ends the prompt and carries ``engine_data`` (at most 64 KiB) to the receiver's engine.
+        """
+        payloads = self._manager.payloads(request_id, start, stop, last=last)
+        self._endpoint.offer(request_id, start, stop, payloads, last=last, engine_data=engine_data)
+
+    def abort(self, request_id: str, reason: str) -> None:
+        """Give a request up; its :class:`SendFailed` follows. Raises UnknownRequestError when it is over."""
+        self._endpoint.abort(request_id, reason)
+
+    def events(self) -> list[SendEvent]:
+        """Take what has happened; requests that are over have been released."""
+        self._drain()
+        taken = list(self._queue)
+        self._queue.clear()
+        return taken
+
+    def wait_event(self, timeout_s: float) -> bool:
+        """Wait until :meth:`events` has something; False when the time is over or the endpoint is closed."""
+        if not self._queue:
+            event = self._endpoint.wait_event(timeout_s)
+            if event is not None:
+                self._apply(event)
+        return bool(self._queue)
+
+    def stats(self) -> EndpointStats:
+        """Bytes and times so far."""
+        return self._endpoint.stats()
+
+    def close(self) -> None:
+        """Abort what is under way and leave nothing behind. Idempotent."""
+        self._endpoint.close()
+        self._drain()
+        self._transport.close()
+
+    def _drain(self) -> None:
+        for event in self._endpoint.events():
+            self._apply(event)
+
+    def _apply(self, event: SendEvent) -> None:
+        if event.request in self._manager:  # one that was begun and not admitted yet has no units
+            self._manager.release(event.request)
+            self._store.invalidate(event.request)
+        self._queue.append(event)
+
+
+class ReceiveSide:
+    """Pulls requests from one prefill process. Calls are made by the engine's thread only."""
+
+    def __init__(
+        self,
+        endpoint: ReceiverEndpoint,
+        transport: Transport,
+        manager: Manager,
+        store: Store,
+        ranges: Sequence[tuple[str, str]],
+    ) -> None:
+        self._endpoint = endpoint
+        self._transport = transport
+        self._manager = manager
+        self._store = store
+        self._ranges = tuple(ranges)
+        self._queue: deque[ReceiveEvent] = deque()
+
+    @classmethod
+    def open(
+        cls,
+        address: str,
+        manifest: Manifest,
+        config: TransferConfig,
+        transport: Transport,
+        manager: Manager,
+        store: Store,
+    ) -> Self:
+        """Connect and shake hands. Takes ownership of ``transport``, also when it fails."""
+        try:
+            transport.register(store.arenas())
+            endpoint = ReceiverEndpoint(
+                address, manifest, transport, options=_options(config), keys=_keys(config)
+            )
+        except BaseException:
+            transport.close()
+            raise
+        ranges = [(group, item.name) for group, layout in manifest.layouts.items() for item in layout.ranges]
+        return cls(endpoint, transport, manager, store, ranges)
+
+    def ask(self, request_id: str, num_tokens: int) -> None:
+        """Allocate units for a prompt and pull it as it is computed.
+
+        Raises what ``admit`` raises (EmptyPromptError, PromptTooLongError, DuplicateRequestError, CapacityError) and
+        PeerLostError; nothing is held then. :class:`ReceiveDone` makes the request ready to decode.
+        """
+        self._drain()
+        self._manager.admit(request_id, num_tokens, external=True)
+        try:
+            tables = {key: self._manager.units(request_id, *key) for key in self._ranges}
+            self._endpoint.ask(request_id, tables, 0, num_tokens)
+        except BaseException:
+            self._manager.release(request_id)
+            raise
+
+    def abort(self, request_id: str, reason: str) -> None:
+        """Give a request up; its :class:`ReceiveFailed` follows once no read writes its units any more."""
+        self._endpoint.abort(request_id, reason)
+
+    def events(self) -> list[ReceiveEvent]:
+        """Take what has happened. Done requests have their length; failed ones are released when quiet."""
+        self._drain()
+        taken = list(self._queue)
+        self._queue.clear()
+        return taken
+
+    def wait_event(self, timeout_s: float) -> bool:
+        """Wait until :meth:`events` has something; False when the time is over or the endpoint is closed."""
+        if not self._queue:
+            event = self._endpoint.wait_event(timeout_s)
+            if event is not None:
+                self._apply(event)
+        return bool(self._queue)
+
+    def stats(self) -> EndpointStats:
+        """Bytes and times so far."""
+        return self._endpoint.stats()
+
+    def close(self) -> None:
+        """Abort what is under way and leave nothing behind. Idempotent."""
+        self._endpoint.close()
+        self._drain()
+        self._transport.close()
+
+    def _drain(self) -> None:
+        for event in self._endpoint.events():
+            self._apply(event)
+
+    def _apply(self, event: ReceiveEvent) -> None:
+        if isinstance(event, ReceiveDone):
+            self._manager.set_length(event.request, event.num_tokens)
+        elif isinstance(event, ReceiveQuiet) or (isinstance(event, ReceiveFailed) and event.quiet):
+            self._manager.release(event.request)
+            self._store.invalidate(event.request)
+        self._queue.append(event)
+
+
+def _options(config: TransferConfig) -> TransferOptions:
+    return TransferOptions(lease_s=config.lease_s, heartbeat_s=config.heartbeat_s)
+
+
+def _keys(config: TransferConfig) -> CurveKeys | None:
+    if not config.curve_certificate:
+        return None
+    try:
+        public, secret = zmq.auth.load_certificate(config.curve_certificate)
+        peer, _ = zmq.auth.load_certificate(config.curve_peer)
+    except (OSError, ValueError) as error:
+        raise ConfigError("cannot read a CURVE certificate", cause=str(error)) from error
+    if secret is None:
+        raise ConfigError("the certificate has no secret key", key="transfer.curve_certificate")
+    return CurveKeys(public, secret, peer)

@@ -1,0 +1,211 @@
+"""The unit ranges under a manager: budget, index space, allocator, and which units were ever written.
+
+Everything that depends on how tokens map to units is asked of the :class:`kvcore.contract.IndexSpace`; nothing here
+or in the manager knows a kind of space by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Mapping, Sequence, ValuesView
+
+import msgspec
+import numpy as np
+
+from kvcore.allocator import UnitAllocator
+from kvcore.contract import IndexSpace
+from kvcore.errors import CapacityError, ConfigError, PromptTooLongError, nearest
+from kvcore.layout import Int64Array, SpaceSpec
+from kvcore.requests import RangeKey
+
+_MANY_TOKENS = 1 << 48
+
+
+class RangeBudget(msgspec.Struct, frozen=True):
+    """The units one range may use.
+
+    Attributes:
+        group: prefix of the layer group.
+        range: name of the unit range.
+        space: its index space.
+        num_units: units of the range, the null unit included.
+        first_unit: region unit id of the null unit.
+        components: components that move under this range's unit ids.
+    """
+
+    group: str
+    range: str
+    space: SpaceSpec
+    num_units: int
+    first_unit: int
+    components: tuple[str, ...]
+
+
+class ManagedRange:
+    """The state of one range. Units are region unit ids."""
+
+    def __init__(self, budget: RangeBudget, spaces: Mapping[str, IndexSpace]) -> None:
+        kind = budget.space.kind
+        if kind not in spaces:
+            raise ConfigError(
+                "unknown kind of index space",
+                group=budget.group,
+                range=budget.range,
+                kind=kind,
+                remedy=nearest(kind, spaces),
+            )
+        if budget.num_units < 2:
+            raise ConfigError(
+                "a unit range needs a null unit and at least one more",
+                group=budget.group,
+                range=budget.range,
+                num_units=budget.num_units,
+                remedy="give the cache more memory",
+            )
+        self.budget = budget
+        self.key: RangeKey = (budget.group, budget.range)
+        self.spec = budget.space
+        self.space = spaces[kind]
+        self.space.check(self.spec)
+        self.allocator = UnitAllocator(budget.num_units, first=budget.first_unit, name=f"{budget.group}/{budget.range}")
+        self._unwritten = np.zeros(budget.num_units, bool)
+
+    @property
+    def null(self) -> int:
+        """The null unit."""
+        return self.allocator.null_unit
+
+    def num_units(self, length: int) -> int:
+        """Exclusive end of the logical units of ``length`` tokens."""
+        return self.space.num_units(self.spec, length)
+
+    def first_live(self, length: int) -> int:
+        """First logical unit that still matters at ``length`` tokens; never past the end."""
+        return min(self.space.first_live(self.spec, length), self.num_units(length))
+
+    def live_units(self, start: int, stop: int) -> int:
+        """Units that must be held at once while the cache grows from ``start`` to ``stop`` tokens."""
+        return self.num_units(stop) - self.first_live(start)
+
+    def writes(self, start: int, stop: int) -> tuple[int, int]:
+        """Logical units ``[lo, hi)`` that storing the tokens ``[start, stop)`` writes.
+
+        The partial unit at ``start`` is what would be final were ``start`` the end, so the space need not tell twice.
+        """
+        partial, _ = self.space.final_units(self.spec, start, start, last=True)
+        return max(partial, self.first_live(start)), self.num_units(stop)
+
+    def allocate(self, count: int, *, unwritten: bool) -> Int64Array:
+        """Take units; ``unwritten`` ones have to be zeroed before a step writes them."""
+        ids = self.allocator.allocate(count)
+        self.mark(ids, unwritten=unwritten)
+        return ids
+
+    def mark(self, ids: Int64Array, *, unwritten: bool) -> None:
+        """Note whether units hold bytes of an earlier owner."""
+        self._unwritten[ids - self.budget.first_unit] = unwritten
+
+    def fresh(self, ids: Int64Array) -> Int64Array:
+        """Those of ``ids`` that nobody wrote since they were handed out."""
+        chosen: Int64Array = ids[self._unwritten[ids - self.budget.first_unit]]
+        return chosen
+
+    def shared_writes(self, table: Int64Array, start: int, stop: int) -> list[int]:
+        """Logical units that storing the tokens ``[start, stop)`` writes and that have another owner too."""
+        lo, hi = self.writes(start, stop)
+        shared = self.allocator.refcounts(table[lo:hi]) > 1
+        return [lo + index for index in np.flatnonzero(shared).tolist()]
+
+    def missing(self, table: Int64Array, length: int) -> int:
+        """Units that a table lacks to hold ``length`` tokens."""
+        return max(0, self.num_units(length) - len(table))
+
+    def holds_live(self, table: Int64Array, length: int) -> bool:
+        """Whether a table has every unit that matters at ``length`` tokens."""
+        lo, hi = self.first_live(length), self.num_units(length)
+        return hi <= len(table) and not np.any(table[lo:hi] == self.null)
+
+    def real(self, ids: Int64Array) -> Int64Array:
+        """``ids`` without the null unit."""
+        real: Int64Array = ids[ids != self.null]
+        return real
+
+    def max_tokens(self) -> int | None:
+        """Longest request an empty range can hold; None where length does not matter."""
+        capacity = self.allocator.capacity
+        if self.live_units(0, _MANY_TOKENS) <= capacity:
+            return None
+        lo, hi = 0, _MANY_TOKENS  # lo fits, hi does not
+        while hi - lo > 1:
+            middle = (lo + hi) // 2
+            lo, hi = (middle, hi) if self.live_units(0, middle) <= capacity else (lo, middle)
+        return lo
+
+
+class RangeSet:
+    """All unit ranges of a model. What a request needs, it needs in every one of them."""
+
+    def __init__(self, budgets: Sequence[RangeBudget], spaces: Mapping[str, IndexSpace]) -> None:
+        self._ranges: dict[RangeKey, ManagedRange] = {}
+        for budget in budgets:
+            part = ManagedRange(budget, spaces)
+            if part.key in self._ranges:
+                raise ConfigError("unit range budgeted twice", group=budget.group, range=budget.range)
+            self._ranges[part.key] = part
+        if not self._ranges:
+            raise ConfigError("a manager needs at least one unit range")
+
+    def __getitem__(self, key: RangeKey) -> ManagedRange:
+        return self._ranges[key]
+
+    def items(self) -> ItemsView[RangeKey, ManagedRange]:
+        """Ranges by key, in the order of the budgets."""
+        return self._ranges.items()
+
+    def values(self) -> ValuesView[ManagedRange]:
+        """Ranges, in the order of the budgets."""
+        return self._ranges.values()
+
+    def find(self, group: str, range: str) -> ManagedRange:
+        """The range of these names; ConfigError naming the nearest where there is none."""
+        part = self._ranges.get((group, range))
+        if part is None:
+            known = [f"{g}/{r}" for g, r in self._ranges]
+            raise ConfigError("no such unit range", group=group, range=range, remedy=nearest(f"{group}/{range}", known))
+        return part
+
+    def max_tokens(self) -> int | None:
+        """Longest request that all ranges can hold when empty; None where length does not matter."""
+        limits = [limit for part in self.values() if (limit := part.max_tokens()) is not None]
+        return min(limits, default=None)
+
+    def demand_fits(self, request_id: str, start: int, stop: int) -> None:
+        """Raise PromptTooLongError where an empty cache could not take a request from ``start`` to ``stop`` tokens."""
+        for part in self.values():
+            needed = part.live_units(start, stop)
+            if needed > part.allocator.capacity:
+                raise PromptTooLongError(
+                    "request is longer than an empty cache can hold",
+                    request=request_id,
+                    num_tokens=stop,
+                    max_tokens=self.max_tokens(),
+                    group=part.budget.group,
+                    range=part.budget.range,
+                    needed=needed,
+                    capacity=part.allocator.capacity,
+                    remedy="shorten it or give the cache more memory",
+                )
+
+    def demand_free(self, needs: Mapping[RangeKey, int], **fields: str) -> None:
+        """Raise CapacityError for the first range with fewer free units than needed; ``fields`` go into the error."""
+        for key, part in self.items():
+            free = part.allocator.free_count
+            if needs[key] > free:
+                raise CapacityError(
+                    "not enough free units",
+                    **fields,
+                    group=part.budget.group,
+                    range=part.budget.range,
+                    needed=needs[key],
+                    free=free,
+                    remedy="wait for a request to end, or retract one",
+                )

@@ -1,0 +1,146 @@
+"""The requests a manager holds: identity, generation, lengths and unit tables (integers only)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Literal
+
+import numpy as np
+
+from kvcore.errors import CapacityError, DuplicateRequestError, StaleHandleError, UnknownRequestError, nearest
+from kvcore.layout import Int64Array
+
+RangeKey = tuple[str, str]
+"""``(group prefix, range name)``."""
+
+RequestState = Literal["filling", "ready", "in_step", "released"]
+
+
+class Request:
+    """One request, as its manager sees it now. Read only: the manager alone changes it.
+
+    A view outlives its request: it then says ``released`` for ever, also when the id is in use again.
+
+    Attributes:
+        id: chosen by the engine, unique among live requests.
+        generation: unique per admission, ascending; tells two holders of one id apart.
+    """
+
+    __slots__ = ("_external", "_length", "_open_step", "_released", "_reserved", "_tables", "generation", "id")
+
+    def __init__(self, request_id: str, generation: int, *, external: bool = False) -> None:
+        self.id = request_id
+        self.generation = generation
+        self._external = external
+        self._length = 0
+        self._reserved = 0
+        self._open_step: int | None = None
+        self._released = False
+        self._tables: dict[RangeKey, Int64Array] = {}
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return self._length
+
+    @property
+    def reserved(self) -> int:
+        """Tokens that units are held for; never below ``length``."""
+        return self._reserved
+
+    @property
+    def state(self) -> RequestState:
+        """``filling`` by a transfer or restore, ``ready``, ``in_step`` (planned, not committed) or ``released``."""
+        if self._released:
+            return "released"
+        if self._open_step is not None:
+            return "in_step"
+        return "filling" if self._external else "ready"
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.id!r}, generation={self.generation}, length={self._length}, reserved={self._reserved}, "
+            f"state={self.state!r})"
+        )
+
+
+class RequestTable:
+    """Live requests by id."""
+
+    def __init__(self, max_requests: int | None) -> None:
+        self.max_requests = max_requests
+        self._live: dict[str, Request] = {}
+        self._generations = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._live.values())
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._live
+
+    @property
+    def full(self) -> bool:
+        """Whether ``max_requests`` are live."""
+        return self.max_requests is not None and len(self._live) >= self.max_requests
+
+    def check_new(self, request_id: str) -> None:
+        """Raise what :meth:`add` would raise for this id, so that nothing need be undone."""
+        if request_id in self._live:
+            raise DuplicateRequestError(
+                "request id is in use",
+                request=request_id,
+                generation=self._live[request_id].generation,
+                remedy="release the first holder or choose another id",
+            )
+        if self.full:
+            raise CapacityError(
+                "as many requests as allowed are live",
+                request=request_id,
+                max_requests=self.max_requests,
+                remedy="release or retract a request first",
+            )
+
+    def add(self, request_id: str, *, external: bool = False) -> Request:
+        """Admit an id under a new generation."""
+        self.check_new(request_id)
+        self._generations += 1
+        request = Request(request_id, self._generations, external=external)
+        self._live[request_id] = request
+        return request
+
+    def get(self, request_id: str, generation: int | None = None) -> Request:
+        """The live request. UnknownRequestError, or StaleHandleError when the id belongs to another generation now."""
+        request = self._live.get(request_id)
+        if request is None:
+            raise UnknownRequestError(
+                "no such request", request=request_id, remedy=_closest(request_id, self._live.keys())
+            )
+        if generation is not None and generation != request.generation:
+            raise StaleHandleError(
+                "the request id was released and admitted again",
+                request=request_id,
+                expected=generation,
+                got=request.generation,
+            )
+        return request
+
+    def find(self, request_id: str, generation: int) -> Request | None:
+        """The live request of exactly this generation, or None."""
+        request = self._live.get(request_id)
+        return request if request is not None and request.generation == generation else None
+
+    def remove(self, request: Request) -> dict[RangeKey, Int64Array]:
+        """Forget a request; returns the unit tables it held."""
+        del self._live[request.id]
+        tables, request._tables = request._tables, {key: np.empty(0, np.int64) for key in request._tables}
+        request._released = True
+        request._open_step = None
+        return tables
+
+
+def _closest(request_id: str, live: Collection[str]) -> str:
+    # Listing thousands of live ids would help nobody.
+    return nearest(request_id, live) if 0 < len(live) <= 8 else "it was never admitted, or is released"

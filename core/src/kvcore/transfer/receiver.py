@@ -1,0 +1,571 @@
+"""The receiving (decode) side of the protocol: a pure state machine over a :class:`PeerConnection` (no threads).
+
+It asks, pulls every offer into the units it was given, and accepts only what is committed. Each ask ends in exactly one
+``ReceiveDone`` or ``ReceiveFailed``; a failure is reported once no read writes its units any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from kvcore.contract import PeerConnection, ReadHandle, ReadJob
+from kvcore.errors import (
+    DuplicateRequestError,
+    HandshakeError,
+    KVCoreError,
+    LayoutError,
+    PeerLostError,
+    ProtocolError,
+    RequestError,
+    TransferAbortedError,
+    TransferError,
+    TransferExpiredError,
+    UnknownRequestError,
+)
+from kvcore.layout import Int64Array
+from kvcore.transfer import control
+from kvcore.transfer.manifest import Manifest, PeerPlan, check_protocol, decode_manifest, plan_peer
+from kvcore.transfer.payload import Payload
+from kvcore.transfer.session import (
+    Clock,
+    Peer,
+    ReceiveDone,
+    ReceiveEvent,
+    ReceiveFailed,
+    ReceiveProgress,
+    ReceiveQuiet,
+    Session,
+    TransferOptions,
+    add_bytes,
+)
+
+_log = structlog.get_logger("kvcore.transfer.receiver")
+
+SENDER: Peer = b""
+"""A receiver has one peer."""
+
+Verify = Callable[[tuple[Payload, ...], dict[str, int]], None]
+"""``verify(destination units, checksums)`` raises TransferError where what has landed is not what was offered."""
+
+
+@dataclass
+class _Read:
+    """One offer being pulled."""
+
+    offer: control.Offer
+    handle: ReadHandle
+    nbytes: dict[str, int]
+    landed: tuple[Payload, ...]
+    started_at: float
+
+
+@dataclass
+class _Incoming:
+    """One ask that is not over."""
+
+    request: str
+    attempt: int
+    start: int
+    stop: int
+    tables: dict[tuple[str, str], Int64Array]
+    missing: dict[tuple[str, str, str], npt.NDArray[np.bool_]]
+    next_seq: int = 0
+    tokens: int = 0
+    complete: bool = False
+    reads: list[_Read] = field(default_factory=list)
+    nbytes: dict[str, int] = field(default_factory=dict)
+    asked_commit_at: float | None = None
+    error: KVCoreError | None = None
+    failed_at: float = 0.0
+
+
+class ReceiverSession(Session[ReceiveEvent]):
+    """Pulls requests from one sender.
+
+    Args:
+        manifest: of this process.
+        connect: opens the transport connection named by the sender's endpoint record.
+        clock, options: time.
+        verify: checks the checksums of an offer once it has landed; without it an offer that carries some is refused.
+        planner: makes the plan for a pair of manifests.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        connect: Callable[[bytes], PeerConnection],
+        *,
+        clock: Clock = time.monotonic,
+        options: TransferOptions | None = None,
+        verify: Verify | None = None,
+        planner: Callable[[Manifest, Manifest], PeerPlan] = plan_peer,
+    ) -> None:
+        super().__init__(manifest.instance, clock, options or TransferOptions())
+        self.manifest = manifest
+        self.connection: PeerConnection | None = None
+        self.plan: PeerPlan | None = None
+        self.failure: TransferError | None = None
+        self._connect = connect
+        self._verify = verify
+        self._planner = planner
+        self._sender = ""
+        self._heard_at = self._sent_at = clock()
+        self._attempts = 0
+        self._requests: dict[str, _Incoming] = {}
+        self._orphans: list[tuple[_Incoming, list[_Read]]] = []
+        self.bytes_read = 0
+        self.copy_seconds = 0.0
+
+    # --- the engine's calls ---
+
+    @property
+    def connected(self) -> bool:
+        """Whether the hello was accepted on both sides and the sender is not lost."""
+        return self.plan is not None and self.failure is None
+
+    def hello(self) -> None:
+        """Start the conversation."""
+        self._heard_at = self._clock()
+        self._post(
+            control.Hello(src=self.instance, dst="", protocol=self.manifest.protocol, manifest=self.manifest.encode())
+        )
+
+    def ask(self, request: str, tables: Mapping[tuple[str, str], Int64Array], start: int, stop: int) -> int:
+        """Ask for tokens ``[start, stop)`` of a request; returns the attempt number.
+
+        Args:
+            request: its id; the sender may begin it before or after.
+            tables: per ``(group, range)``, the destination unit of every logical unit, ``int64 [logical units]``; −1
+                where it is not wanted (already here, or dead). Everything else must arrive, or the request fails. All
+                ranges are named, unless ``start == stop``: then nothing is pulled and the tables may be empty.
+            start: tokens already here; only decides how much must be covered.
+            stop: length of the prompt.
+
+        Raises PeerLostError without a sender, DuplicateRequestError, RequestError; nothing is sent on error.
+        """
+        control.check_request_id(request)
+        if self.plan is None or self.failure is not None:
+            raise PeerLostError(
+                "not connected to a sender", request=request, cause=str(self.failure or "no hello yet"),
+                remedy="connect again",
+            )  # fmt: skip
+        if request in self._requests:
+            raise DuplicateRequestError("request is being received already", request=request)
+        if not 0 <= start <= stop:
+            raise RequestError("not a token range", request=request, start=start, stop=stop)
+        taken, missing = self._check_tables(self.plan, request, tables, complete=start < stop)
+        self._attempts += 1
+        self._requests[request] = _Incoming(request, self._attempts, start, stop, taken, missing)
+        self._post(control.Ask(**self._address(), request=request, attempt=self._attempts, start=start, stop=stop))
+        return self._attempts
+
+    def abort(self, request: str, reason: str) -> None:
+        """Give a request up: ``ReceiveFailed`` follows once its reads are quiet.
+
+        Raises UnknownRequestError where it is not being received; aborting one that is failing already does nothing.
+        """
+        record = self._requests.get(request)
+        if record is None:
+            raise UnknownRequestError("request is not being received", request=request)
+        self._fail(record, TransferAbortedError(f"aborted by the receiver: {reason}", request=request))
+
+    def has(self, request: str) -> bool:
+        """Whether a request is asked for and not over."""
+        return request in self._requests
+
+    def requests(self) -> tuple[tuple[str, int], ...]:
+        """``(request, attempt)`` of what is asked for and not over."""
+        return tuple((record.request, record.attempt) for record in self._requests.values())
+
+    @property
+    def reads_in_flight(self) -> int:
+        """Reads that are not terminal."""
+        active = sum(len(record.reads) for record in self._requests.values())
+        return active + sum(len(reads) for _, reads in self._orphans)
+
+    # --- the wire ---
+
+    def handle(self, peer: Peer, message: control.AnyMessage) -> None:
+        """Handle one message. Nothing the sender sends raises: requests fail, typed."""
+        if self.failure is not None or message.dst not in (self.instance, ""):
+            return
+        if isinstance(message, control.Welcome):
+            self._welcome(message)
+            return
+        if isinstance(message, control.Refused):
+            self._end(_handshake_error(message.error.unpack()))
+            return
+        if isinstance(message, control.Bye):
+            error = message.error.unpack()
+            ended = error if isinstance(error, ProtocolError | PeerLostError) else PeerLostError(error.message)
+            self._end(ended)
+            return
+        if self.plan is None or message.src != self._sender:
+            _log.warning("message of another instance refused", expected=self._sender, got=message.src)
+            return
+        self._heard_at = self._clock()
+        match message:
+            case control.Heartbeat():
+                pass
+            case control.Offer() | control.Commit() | control.Expired() | control.Abort():
+                record = self._requests.get(message.request)
+                if record is not None and record.attempt == message.attempt and record.error is None:
+                    self._about(record, message)
+            case _:
+                self.broken(peer, ProtocolError("message is not for a receiver", type=type(message).__name__))
+
+    def broken(self, peer: Peer, error: ProtocolError) -> None:
+        """Handle what could not be decoded: it fails the attempt it was about, else the whole conversation."""
+        _log.warning("bad control message", error=error.as_dict())
+        request, attempt = error.fields.get("request"), error.fields.get("attempt")
+        record = self._requests.get(request) if isinstance(request, str) else None
+        if record is not None and record.attempt == attempt:
+            self._fail(record, error)
+        else:
+            self._end(error, tell=True)
+
+    def refused(self, error: HandshakeError) -> None:
+        """The wire says that the sender will not talk to this process."""
+        if self.failure is None:
+            self._end(error)
+
+    def lost(self, reason: str) -> None:
+        """The wire says that the sender is gone."""
+        if self.failure is None:
+            self._end(PeerLostError(f"sender lost: {reason}", instance=self._sender))
+
+    def tick(self) -> None:
+        """Let time pass and look at the reads under way. Call at least once a heartbeat, and whenever one may be done."""
+        alive = self.connection is None or self.connection.alive()  # first: it resets what says that a read has ended
+        self._poll_reads()
+        now, options = self._clock(), self.options
+        if self.failure is None:
+            if not alive:
+                self.lost("its connection was closed")
+            elif self.plan is not None and now - self._heard_at > options.peer_timeout_s:
+                self.lost(f"silent for {options.peer_timeout_s} s")
+            elif self.plan is None and now - self._heard_at > options.hello_timeout_s:
+                self._end(
+                    HandshakeError("no answer to the hello", hello_timeout_s=options.hello_timeout_s,
+                                   remedy="check the address, the CURVE keys, and that the sender runs")
+                )  # fmt: skip
+            elif self.plan is not None and now - self._sent_at >= options.heartbeat_s:
+                self._heartbeat(now)
+        for record in list(self._requests.values()):
+            if record.error is not None:
+                self._settle(record)
+
+    def close(self, reason: str = "receiver closed") -> None:
+        """Fail everything and say goodbye. Requests with reads in flight end as these do (``tick``). Idempotent."""
+        if self.failure is None:
+            for record in list(self._requests.values()):
+                self._fail(record, TransferAbortedError(reason, request=record.request))
+            self._end(PeerLostError(reason, instance=self.instance), tell=True)
+
+    def give_up_reads(self) -> None:
+        """Report every request whose reads are still not terminal as failed and not quiet."""
+        for record in list(self._requests.values()):
+            if record.error is not None:
+                self._report(record, quiet=not record.reads)
+
+    # --- inside ---
+
+    def _address(self) -> dict[str, str]:
+        return {"src": self.instance, "dst": self._sender}
+
+    def _post(self, message: control.AnyMessage) -> None:
+        self._sent_at = self._clock()
+        self._outbox.append((SENDER, message))
+
+    def _heartbeat(self, now: float) -> None:
+        renew = []
+        for record in self._requests.values():
+            if record.error is not None:
+                continue
+            if record.asked_commit_at is not None:
+                self._ask_commit(record)
+            if all(now - read.started_at < self.options.read_timeout_s for read in record.reads):
+                renew.append(control.Renewal(record.request, record.attempt))
+        self._post(control.Heartbeat(**self._address(), renew=tuple(renew)))
+
+    def _welcome(self, message: control.Welcome) -> None:
+        if self.plan is not None:
+            return
+        try:
+            check_protocol(self.manifest.protocol, message.protocol)
+            remote = decode_manifest(message.manifest)
+            if remote.instance != message.src:
+                raise ProtocolError("welcome of another instance", expected=message.src, got=remote.instance)
+            plan = self._planner(self.manifest, remote)
+            self.connection = self._connect(remote.endpoint)
+        except KVCoreError as error:
+            self._sender = message.src
+            self._end(error, tell=True)
+            return
+        self._sender = message.src
+        self._heard_at = self._clock()
+        self.plan = plan
+
+    def _check_tables(
+        self, plan: PeerPlan, request: str, tables: Mapping[tuple[str, str], Int64Array], *, complete: bool
+    ) -> tuple[dict[tuple[str, str], Int64Array], dict[tuple[str, str, str], npt.NDArray[np.bool_]]]:
+        known = dict(plan.ranges())
+        if not set(tables) <= set(known) or (complete and set(tables) != set(known)):
+            raise RequestError(
+                "tables do not name the ranges of the cache",
+                request=request,
+                expected=sorted(known),
+                got=sorted(tables),
+            )
+        taken, missing = {}, {}
+        for key, table in tables.items():
+            taken[key] = np.array(table, np.int64, copy=True).reshape(-1)
+            try:
+                plan.check_destination(*key, taken[key])
+            except LayoutError as error:
+                raise RequestError(error.message, request=request, **error.fields) from error
+            for component in known[key]:
+                missing[*key, component] = taken[key] >= 0
+        return taken, missing
+
+    def _about(
+        self, record: _Incoming, message: control.Offer | control.Commit | control.Expired | control.Abort
+    ) -> None:
+        try:
+            match message:
+                case control.Offer():
+                    self._offered(record, message)
+                case control.Commit():
+                    self._committed(record, message)
+                case control.Expired():
+                    self._fail(
+                        record,
+                        TransferExpiredError("the sender no longer holds the request", request=record.request),
+                        tell=False,
+                    )
+                case control.Abort():
+                    self._fail(record, message.error.unpack(), tell=False)
+        except TransferError as error:
+            self._fail(record, error)
+
+    def _offered(self, record: _Incoming, offer: control.Offer) -> None:
+        if record.complete or offer.seq != record.next_seq or offer.start != record.tokens or offer.stop < offer.start:
+            raise ProtocolError(
+                "offers do not follow one another", request=record.request, seq=offer.seq, start=offer.start,
+                stop=offer.stop, expected_seq=record.next_seq, expected_start=record.tokens, complete=record.complete,
+            )  # fmt: skip
+        if offer.stop > record.stop or (offer.last and offer.stop != record.stop):
+            raise ProtocolError(
+                "offer does not fit the ask", request=record.request, expected=record.stop, got=offer.stop
+            )
+        if offer.checksums and self._verify is None:
+            raise TransferError(
+                "the sender sends checksums and nothing here can verify them", request=record.request,
+                remedy="configure checksums on both sides or on neither",
+            )  # fmt: skip
+        jobs, nbytes, landed = self._jobs(record, offer)
+        record.next_seq += 1
+        record.tokens = offer.stop
+        record.complete = offer.last
+        if jobs:
+            assert self.connection is not None
+            handle = self.connection.read(jobs)
+            record.reads.append(_Read(offer, handle, nbytes, landed, self._clock()))
+        else:
+            self._landed(record, offer, {})
+        self._maybe_ask_commit(record)
+
+    def _jobs(
+        self, record: _Incoming, offer: control.Offer
+    ) -> tuple[list[ReadJob], dict[str, int], tuple[Payload, ...]]:
+        """What to read for an offer: jobs, logical bytes by component, and the destination units."""
+        plan = self.plan
+        assert plan is not None
+        merged: dict[tuple[str, str, int, bytes], tuple[str, ...]] = {}
+        for payload in offer.payloads:
+            key = (payload.group, payload.range, payload.first, payload.units)
+            merged[key] = merged.get(key, ()) + payload.components
+        jobs: list[ReadJob] = []
+        nbytes: dict[str, int] = {}
+        landed = []
+        for (group, range_name, first, units), components in merged.items():
+            programs = plan.split(group, range_name, components)
+            source = np.frombuffer(units, "<i8").astype(np.int64, copy=False)
+            plan.check_source(group, range_name, components, source)
+            table = record.tables.get((group, range_name))
+            if table is None or not source.size or (not table.size and record.start == record.stop):
+                continue
+            if first + source.size > table.size:
+                raise ProtocolError(
+                    "offer of units beyond the ask", request=record.request, group=group, range=range_name,
+                    expected=table.size, got=first + source.size,
+                )  # fmt: skip
+            span = slice(first, first + source.size)
+            wanted = table[span] >= 0
+            for component in components:
+                left = record.missing[group, range_name, component]
+                if not left[span][wanted].all():
+                    raise ProtocolError(
+                        "a unit is offered twice", request=record.request, group=group, range=range_name
+                    )
+                left[span] = False
+            destination = table[span][wanted]
+            if not destination.size:
+                continue
+            landed.append(Payload.of(group, range_name, components, first, destination))
+            for moved, program in programs:
+                jobs.append(ReadJob(group, program, source[wanted], destination))
+                add_bytes(nbytes, {name: program.unit_bytes[name] * int(destination.size) for name in moved})
+        return jobs, nbytes, tuple(landed)
+
+    def _landed(self, record: _Incoming, offer: control.Offer, nbytes: dict[str, int]) -> None:
+        add_bytes(record.nbytes, nbytes)
+        self._post(
+            control.Pulled(
+                **self._address(), request=record.request, attempt=record.attempt, seq=offer.seq, nbytes=nbytes
+            )
+        )
+        self._events.append(ReceiveProgress(record.request, record.attempt, offer.start, offer.stop))
+
+    def _poll_reads(self) -> None:
+        for record in list(self._requests.values()):
+            before = len(record.reads)
+            for read in list(record.reads):
+                self._poll_read(record, read)
+            if before and not record.reads:
+                if record.error is not None:
+                    self._settle(record)
+                else:
+                    self._maybe_ask_commit(record)
+        for orphan in list(self._orphans):
+            record, reads = orphan
+            reads[:] = [read for read in reads if not _terminal(read.handle)]
+            if not reads:
+                self._orphans.remove(orphan)
+                self._events.append(ReceiveQuiet(record.request, record.attempt))
+
+    def _poll_read(self, record: _Incoming, read: _Read) -> None:
+        try:
+            if not read.handle.poll():
+                return
+        except TransferError as error:
+            record.reads.remove(read)
+            self._fail(record, error)
+            return
+        record.reads.remove(read)
+        self.bytes_read += sum(read.nbytes.values())
+        self.copy_seconds += read.handle.seconds
+        if record.error is not None:
+            return
+        try:
+            if read.offer.checksums and self._verify is not None:
+                self._verify(read.landed, read.offer.checksums)
+        except TransferError as error:
+            self._fail(record, error)
+            return
+        self._landed(record, read.offer, read.nbytes)
+
+    def _maybe_ask_commit(self, record: _Incoming) -> None:
+        if not record.complete or record.reads or record.asked_commit_at is not None:
+            return
+        for (group, range_name, component), left in record.missing.items():
+            if left.any():
+                self._fail(
+                    record,
+                    TransferError(
+                        "the sender did not offer every unit asked for", request=record.request, group=group,
+                        range=range_name, component=component, first_missing=int(np.flatnonzero(left)[0]),
+                        missing=int(left.sum()),
+                    ),
+                )  # fmt: skip
+                return
+        self._ask_commit(record)
+
+    def _ask_commit(self, record: _Incoming) -> None:
+        record.asked_commit_at = self._clock()
+        self._post(
+            control.PulledAll(**self._address(), request=record.request, attempt=record.attempt, nbytes=record.nbytes)
+        )
+
+    def _committed(self, record: _Incoming, commit: control.Commit) -> None:
+        got = (commit.num_tokens, commit.num_offers, commit.nbytes)
+        if record.asked_commit_at is None or got != (record.stop, record.next_seq, record.nbytes):
+            raise ProtocolError(
+                "commit does not match what was pulled", request=record.request,
+                expected=(record.stop, record.next_seq, record.nbytes), got=got,
+            )  # fmt: skip
+        del self._requests[record.request]
+        self._post(control.Ack(**self._address(), request=record.request, attempt=record.attempt))
+        self._events.append(
+            ReceiveDone(
+                record.request,
+                record.attempt,
+                record.stop,
+                record.nbytes,
+                commit.engine_data,
+                commit.pulled_early_bytes,
+            )
+        )
+
+    def _fail(self, record: _Incoming, error: KVCoreError, *, tell: bool = True) -> None:
+        if record.error is not None:
+            return
+        record.error = error
+        record.failed_at = self._clock()
+        if tell and self.failure is None:
+            self._post(
+                control.Abort(
+                    **self._address(),
+                    request=record.request,
+                    attempt=record.attempt,
+                    error=control.WireError.of(error),
+                )
+            )
+        self._settle(record)
+
+    def _settle(self, record: _Incoming) -> None:
+        """Report a failed request once its reads are quiet, or once they had their time."""
+        if not record.reads:
+            self._report(record, quiet=True)
+        elif self._clock() - record.failed_at >= self.options.quiesce_s:
+            self._report(record, quiet=False)
+            if self.failure is None:
+                error = TransferError(
+                    "the transport cannot say that its reads have ended; it is retired",
+                    quiesce_s=self.options.quiesce_s,
+                )
+                self._end(error, tell=True)
+
+    def _report(self, record: _Incoming, *, quiet: bool) -> None:
+        assert record.error is not None
+        del self._requests[record.request]
+        if not quiet:
+            self._orphans.append((record, record.reads))
+        self._events.append(ReceiveFailed(record.request, record.attempt, record.error, quiet))
+
+    def _end(self, error: KVCoreError, *, tell: bool = False) -> None:
+        """The conversation is over: fail every request at once."""
+        if tell:
+            self._post(control.Bye(**self._address(), error=control.WireError.of(error)))
+        self.failure = error if isinstance(error, TransferError) else TransferError(str(error))
+        for record in list(self._requests.values()):
+            self._fail(record, error, tell=False)
+
+
+def _terminal(handle: ReadHandle) -> bool:
+    try:
+        return handle.poll()
+    except TransferError:
+        return True
+
+
+def _handshake_error(error: KVCoreError) -> HandshakeError:
+    if isinstance(error, HandshakeError):
+        return error
+    return HandshakeError(error.message, remedy=error.remedy, **error.fields)

@@ -1,0 +1,217 @@
+"""The configuration: typed, strict, and never changed by the environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvcore.config import Config, load_config, parse_bool, parse_bytes
+from kvcore.errors import ConfigError
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "kvcore.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_need_no_file() -> None:
+    config = load_config()
+    assert (config.cache.format, config.cache.page_size, config.cache.memory) == ("fp32", 16, 256 * 2**20)
+    assert (config.transfer.transport, config.transfer.bind) == ("shm", "tcp://127.0.0.1:*")
+    assert (config.retraction.policy, config.retraction.backend) == ("backup", "host_tensor")
+
+
+def test_a_file_and_overrides(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """
+        plugins = ["transformers"]
+        [cache]
+        format = "bf16"
+        page_size = 32
+        memory = "64MiB"
+        format_options = { order = "token_major" }
+        [transfer]
+        lease_s = 5
+        checksum = true
+        [retraction]
+        policy = "recompute"
+        """,
+    )
+    config = load_config(path, {"cache.format": "fp16", "cache.page_size": None, "cache.memory": "1GiB"})
+    assert config.plugins == ("transformers",)
+    assert config.cache.format == "fp16"
+    assert config.cache.page_size == 32  # None is "not given"
+    assert config.cache.memory == 2**30
+    assert config.cache.format_options == {"order": "token_major"}
+    assert config.transfer.lease_s == 5.0
+    assert config.transfer.checksum is True
+    assert config.retraction.policy == "recompute"
+    added = load_config(path, {"cache.format_options.block": 4})
+    assert added.cache.format_options == {"order": "token_major", "block": 4}
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "remedy"),
+    [
+        ({"cache": {"pagesize": 16}}, "cache.pagesize", "did you mean 'page_size'?"),
+        ({"cahce": {}}, "cahce", "did you mean 'cache'?"),
+        ({"page_size": 16}, "page_size", "did you mean 'cache.page_size'?"),
+        ({"transfer": {"lease": 3.0}}, "transfer.lease", "did you mean 'lease_s'?"),
+        ({"retraction": {"polcy": "backup"}}, "retraction.polcy", "did you mean 'policy'?"),
+    ],
+)
+def test_unknown_keys_are_refused_at_any_depth(data: dict[str, Any], key: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match="unknown configuration key") as caught:
+        Config.from_mapping(data)
+    assert caught.value.fields["key"] == key
+    assert caught.value.remedy == remedy
+
+
+def test_an_unknown_override_is_refused_like_a_key() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {"cache.pagesize": 16})
+    assert caught.value.fields["key"] == "cache.pagesize"
+    with pytest.raises(ConfigError):
+        load_config(None, {"plugins.first": "x"})
+    with pytest.raises(ConfigError) as deep:
+        load_config(None, {"cache.page_size": 16, "cache.page_size.of": 16})
+    assert deep.value.fields["key"] == "cache.page_size"
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        ({"cache": {"page_size": "16"}}, "cache.page_size"),
+        ({"cache": {"page_size": True}}, "cache.page_size"),
+        ({"cache": {"page_size": 1.5}}, "cache.page_size"),
+        ({"cache": {"page_size": 0}}, "cache.page_size"),
+        ({"cache": {"memory": -1}}, "cache.memory"),
+        ({"cache": {"memory": 0}}, "cache.memory"),
+        ({"cache": {"memory": "64M"}}, "cache.memory"),
+        ({"cache": {"memory": True}}, "cache.memory"),
+        ({"cache": {"arena": "column_major"}}, "cache.arena"),
+        ({"cache": 3}, "cache"),
+        ({"transfer": {"checksum": "false"}}, "transfer.checksum"),
+        ({"transfer": {"lease_s": 0}}, "transfer.lease_s"),
+        ({"transfer": {"lease_s": float("nan")}}, "transfer.lease_s"),
+        ({"transfer": {"lease_s": 1.0, "heartbeat_s": 1.0}}, "transfer.heartbeat_s"),
+        ({"transfer": {"lease_s": float("inf")}}, "transfer.heartbeat_s"),
+        ({"transfer": {"curve_peer": "peer.key"}}, "transfer.curve_peer"),
+        ({"retraction": {"policy": "forget"}}, "retraction.policy"),
+        ({"plugins": "transformers"}, "plugins"),
+        ({"plugins": [1]}, "plugins"),
+    ],
+)
+def test_wrong_values_are_refused_naming_the_key(data: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_mapping(data)
+    assert str(caught.value.fields["key"]).startswith(key)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read") as missing:
+        load_config(tmp_path / "absent.toml")
+    assert missing.value.fields["path"].endswith("absent.toml")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(written(tmp_path, "[cache\n"))
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes(b'plugins = ["\xe9"]')
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(latin)
+    with pytest.raises(ConfigError) as wrong:
+        load_config(written(tmp_path, "[cache]\npagesize = 3\n"))
+    assert wrong.value.fields["path"].endswith("kvcore.toml")
+
+
+def test_json_gives_the_same_configuration_to_a_worker() -> None:
+    config = load_config(
+        None, {"cache.memory": "3MiB", "plugins": ["a", "b"], "retraction.options": {"x": [1, {"y": None}]}}
+    )
+    assert Config.from_json(config.to_json()) == config
+    for bad in (b"", b"[]", b"\xff", b'{"cache": {"pagesize": 1}}'):
+        with pytest.raises(ConfigError):
+            Config.from_json(bad)
+
+
+def test_no_environment_variable_changes_bytes() -> None:
+    code = "from kvcore.config import load_config; print(load_config().to_json().decode())"
+    noisy = {
+        f"KVCORE_{name}": "7"
+        for name in ("CACHE_PAGE_SIZE", "PAGE_SIZE", "FORMAT", "CACHE__FORMAT", "MEMORY", "CONFIG")
+    }
+    plain, loud = (
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, check=True
+        )
+        for env in ({}, noisy)
+    )
+    assert plain.stdout == loud.stdout == load_config().to_json().decode() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("64MiB", 64 * 1024 * 1024),
+        ("64 mib", 64 * 1024 * 1024),
+        ("1.5GiB", 3 * 2**29),
+        ("2GB", 2_000_000_000),
+        ("0.5kB", 500),
+        ("1TiB", 2**40),
+        ("4096", 4096),
+        ("7B", 7),
+        (12, 12),
+        (0, 0),
+    ],
+)
+def test_sizes(text: str | int, value: int) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1e9", "64MiBs", "0.3B", "1/2GiB", "१MiB", -1, True, None, 1.5])
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(ConfigError):
+        parse_bytes(text)
+
+
+def test_an_ambiguous_unit_names_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes("64M")
+    assert caught.value.remedy == "did you mean 'MiB'?"
+    with pytest.raises(ConfigError) as other:
+        parse_bytes("64x")
+    assert "GiB" in other.value.remedy
+
+
+@given(st.integers(0, 2**60))
+def test_sizes_round_trip(value: int) -> None:
+    assert parse_bytes(value) == parse_bytes(str(value)) == parse_bytes(f"{value}B") == value
+
+
+@pytest.mark.parametrize("text", ["", "0", "false", "no", "off", " False "])
+def test_n3_words_for_false(text: str) -> None:
+    """N3: setting a flag to false switches it on, because bool() of a non-empty string is True."""
+    assert parse_bool("KVCORE_FLAG", text) is False
+
+
+@pytest.mark.parametrize("text", ["1", "true", "on", "yes", "TRUE\n"])
+def test_n3_words_for_true(text: str) -> None:
+    """N3, the other way."""
+    assert parse_bool("KVCORE_FLAG", text) is True
+
+
+@pytest.mark.parametrize("text", ["ture", "2", "none", "enabled", "1 1"])
+def test_n3_anything_else_raises_naming_the_variable(text: str) -> None:
+    """N3: a misspelt value is not an answer."""
+    with pytest.raises(ConfigError, match="not a boolean") as caught:
+        parse_bool("KVCORE_FLAG", text)
+    assert caught.value.fields["variable"] == "KVCORE_FLAG"
+    if text == "ture":
+        assert caught.value.remedy == "did you mean 'true'?"

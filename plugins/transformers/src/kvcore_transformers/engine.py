@@ -1,0 +1,295 @@
+"""A small inference engine on kvcore: admission, chunked prefill, ragged decode on the pools, retraction, transfer.
+
+One :class:`Engine` is one of three things, by what it is given: with neither side it serves requests alone; with a
+``sender`` it computes prompts and offers them chunk by chunk; with a ``receiver`` it pulls computed prompts and decodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+import torch
+from kvcore.cache import KVCache, Step
+from kvcore.errors import (
+    ConfigError,
+    KVCoreError,
+    PeerLostError,
+    ProtocolError,
+    RequestError,
+    UnknownRequestError,
+)
+from kvcore.peers import (
+    ReceiveDone,
+    ReceiveEvent,
+    ReceiveFailed,
+    ReceiveSide,
+    SendDone,
+    SendEvent,
+    SendFailed,
+    SendSide,
+)
+
+from kvcore_transformers.attention import ATTENTION, PagedBatch
+from kvcore_transformers.requests import (
+    AskedEvent,
+    DoneEvent,
+    EngineStats,
+    Event,
+    FailedEvent,
+    GenerationRequest,
+    PrefilledEvent,
+    ReceivedEvent,
+    Sequence,
+    State,
+    TokenEvent,
+)
+from kvcore_transformers.scheduler import Row, Scheduler
+
+DEFAULT_CHUNK = 64
+"""Prompt tokens in one forward pass."""
+
+
+class FirstToken(msgspec.Struct, frozen=True):
+    """What a prefill engine sends along with the last chunk."""
+
+    token: int
+
+
+class Engine:
+    """Runs requests on a model and a cache. Not thread-safe: one loop calls ``submit``, ``step`` and ``events``.
+
+    Args:
+        model: a Hugging Face causal language model; its attention implementation is set to ``kvcore_paged``.
+        cache: made for this model.
+        chunk: prompt tokens in one forward pass.
+        sender: offer computed prompts through it; requests end here when they are pulled.
+        receiver: get computed prompts through it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: KVCache,
+        *,
+        chunk: int = DEFAULT_CHUNK,
+        sender: SendSide | None = None,
+        receiver: ReceiveSide | None = None,
+    ) -> None:
+        if chunk < 1 or chunk > cache.config.cache.max_tokens:
+            raise ConfigError("chunk out of range", chunk=chunk, max_tokens=cache.config.cache.max_tokens)
+        if sender is not None and receiver is not None:
+            raise ConfigError("an engine either sends or receives")
+        model.set_attn_implementation(ATTENTION)
+        self._model = model
+        self._cache = cache
+        self._sender = sender
+        self._receiver = receiver
+        self._events: list[Event] = []
+        self._stats = EngineStats()
+        self._scheduler = Scheduler(
+            cache,
+            chunk=chunk,
+            decodes=sender is None,
+            receive=None if receiver is None else self._ask,
+            announce=None if sender is None else self._begin_sending,
+            max_length=cache.model.max_length,
+            stats=self._stats,
+            on_failed=self._report_failed,
+        )
+
+    # --- the caller's side ---
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; raises what :meth:`Scheduler.submit` raises, and then nothing is queued."""
+        self._scheduler.submit(request)
+
+    def abort(self, request_id: str, reason: str = "aborted by the caller") -> None:
+        """End a request in whatever state it is; a ``FailedEvent`` follows. Raises UnknownRequestError."""
+        self._fail(self._scheduler.get(request_id), RequestError(reason, request=request_id))
+
+    def lose_peer(self, reason: str) -> None:
+        """The prefill process is gone: fail what waits for it; what has arrived goes on."""
+        for sequence in list(self._scheduler.live.values()):
+            if sequence.state in (State.WAITING, State.RECEIVING):
+                self._fail(sequence, PeerLostError(f"the prefill process is gone: {reason}", request=sequence.id))
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is in work."""
+        return bool(self._scheduler.live)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts so far, a copy."""
+        seconds = 0.0 if self._receiver is None else self._receiver.stats().copy_seconds
+        ops = dict(self._cache.store.op_counts)
+        return msgspec.structs.replace(self._stats, ops=ops, pull_seconds=seconds)
+
+    def events(self) -> list[Event]:
+        """Take what happened since the last call, in order."""
+        taken, self._events = self._events, []
+        return taken
+
+    def step(self) -> bool:
+        """Handle transfers, admit, run one forward pass. False where there was nothing to do now."""
+        worked = self._poll_transfers()
+        worked |= self._scheduler.admit()
+        worked |= self._poll_transfers()  # admission may have found transfers that are over: their units are gone
+        batch = self._scheduler.next_batch()
+        if batch is None:
+            return worked
+        with batch.step as step:
+            if batch.kind == "prefill":
+                self._note_chunks(batch.rows)
+            tokens = self._forward(step, batch.rows)
+            step.commit()
+        self._stats.steps += 1
+        for (sequence, count), token in zip(batch.rows, tokens, strict=True):
+            start = sequence.computed
+            sequence.computed += count
+            if batch.kind == "decode":
+                self._append(sequence, token)
+            else:
+                self._prefilled(sequence, start, token)
+        return True
+
+    def run(self, requests: list[GenerationRequest]) -> dict[str, tuple[int, ...] | KVCoreError]:
+        """Serve requests to the end: generated tokens, or the error, by id. For engines without sides."""
+        results: dict[str, tuple[int, ...] | KVCoreError] = {}
+        for request in requests:
+            try:
+                self.submit(request)
+            except KVCoreError as error:
+                results.setdefault(request.id, error)
+        while self.busy:
+            self.step()
+            for event in self.events():
+                if isinstance(event, DoneEvent):
+                    results[event.request] = event.tokens
+                elif isinstance(event, FailedEvent):
+                    results[event.request] = event.exception()
+        return results
+
+    # --- one forward pass ---
+
+    @torch.inference_mode()
+    def _forward(self, step: Step, rows: tuple[Row, ...]) -> list[int]:
+        """Compute the rows' new tokens, packed; return the greedy next token of each row."""
+        ids, positions, last = [], [], []
+        for sequence, count in rows:
+            stop = sequence.computed + count
+            ids += sequence.tokens[sequence.computed : stop]
+            positions += range(sequence.computed, stop)
+            last.append(len(ids) - 1)
+        device = self._model.device
+        result = self._model(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            cache=PagedBatch(step),
+            use_cache=True,
+            logits_to_keep=torch.tensor(last, device=device),
+        )
+        tokens: list[int] = result.logits[0].float().argmax(-1).tolist()
+        return tokens
+
+    # --- progress of a request ---
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        """A new token: its keys and values come with the next step, where there is one."""
+        sequence.tokens.append(token)
+        self._events.append(TokenEvent(sequence.id, token))
+        if not sequence.wants_more:
+            self._scheduler.finish(sequence)
+            self._events.append(DoneEvent(sequence.id, sequence.generated))
+
+    def _prefilled(self, sequence: Sequence, start: int, token: int) -> None:
+        last = sequence.computed == sequence.target
+        if self._sender is not None:
+            data = msgspec.msgpack.encode(FirstToken(token)) if last else b""
+            try:
+                self._sender.offer(sequence.id, start, sequence.computed, last=last, engine_data=data)
+            except UnknownRequestError:
+                return  # it failed on the wire meanwhile; the event that says so is on its way
+            if last:
+                self._scheduler.start_sending(sequence)
+                self._events.append(PrefilledEvent(sequence.id, token))
+        elif last:
+            recomputed = len(sequence.tokens) > sequence.target
+            self._scheduler.start_running(sequence)
+            if not recomputed:
+                self._append(sequence, token)
+
+    def _fail(self, sequence: Sequence, error: KVCoreError) -> None:
+        side: SendSide | ReceiveSide | None = None
+        if sequence.state is State.RECEIVING:
+            side = self._receiver
+        elif sequence.state in (State.PREFILLING, State.SENDING):
+            side = self._sender
+        if side is not None:
+            # The transfer gives the units back once nothing reads or writes them any more.
+            with contextlib.suppress(UnknownRequestError):  # it is over already; the event is on its way
+                side.abort(sequence.id, error.message)
+        self._scheduler.finish(sequence, error, release=side is None)
+        self._report_failed(sequence)
+
+    def _report_failed(self, sequence: Sequence) -> None:
+        assert sequence.error is not None
+        self._events.append(FailedEvent(sequence.id, sequence.error.as_dict()))
+
+    # --- transfer ---
+
+    def _ask(self, sequence: Sequence) -> None:
+        assert self._receiver is not None
+        self._receiver.ask(sequence.id, len(sequence.request.prompt))
+        self._events.append(AskedEvent(sequence.id))
+
+    def _begin_sending(self, sequence: Sequence) -> None:
+        assert self._sender is not None
+        self._sender.begin(sequence.id, sequence.target)
+
+    def _note_chunks(self, rows: tuple[Row, ...]) -> None:
+        """Tell the sender that chunks of these prompts start now."""
+        if self._sender is None:
+            return
+        for sequence, count in rows:
+            with contextlib.suppress(UnknownRequestError):  # failed on the wire; the event is on its way
+                self._sender.chunk_starts(sequence.id, last=sequence.computed + count == sequence.target)
+
+    def _poll_transfers(self) -> bool:
+        events: list[SendEvent | ReceiveEvent] = []
+        if self._sender is not None:
+            events += self._sender.events()
+        if self._receiver is not None:
+            events += self._receiver.events()
+        for event in events:
+            sequence = self._scheduler.live.get(event.request)
+            if sequence is not None:
+                self._transferred(sequence, event)
+        return bool(events)
+
+    def _transferred(self, sequence: Sequence, event: SendEvent | ReceiveEvent) -> None:
+        match event:
+            case SendDone():
+                self._scheduler.finish(sequence, release=False)
+                self._events.append(DoneEvent(sequence.id, ()))
+            case ReceiveDone() if sequence.state is State.RECEIVING:
+                self._received(sequence, event)
+            case SendFailed() | ReceiveFailed():
+                self._scheduler.finish(sequence, event.error, release=False)
+                self._report_failed(sequence)
+
+    def _received(self, sequence: Sequence, event: ReceiveDone) -> None:
+        try:
+            first = msgspec.msgpack.decode(event.engine_data, type=FirstToken)
+        except msgspec.MsgspecError as error:
+            self._fail(
+                sequence,
+                ProtocolError("engine data of a prompt cannot be decoded", request=sequence.id, cause=str(error)),
+            )
+            return
+        self._events.append(ReceivedEvent(sequence.id, event.bytes_by_component, event.pulled_early_bytes))
+        sequence.computed = sequence.target
+        self._scheduler.start_running(sequence)
+        self._append(sequence, first.token)

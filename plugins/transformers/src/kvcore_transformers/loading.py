@@ -1,0 +1,81 @@
+"""From a local model directory to a model, its tokenizer and a cache made for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+from kvcore.cache import KVCache
+from kvcore.config import CacheConfig, Config, parse_bytes
+from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.plugins import load_plugins, resolve_plugins
+from kvcore.registry import Registry
+from kvcore.spec import ModelSpec
+
+from kvcore_transformers import PLUGIN
+
+DTYPES: dict[torch.dtype, str] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+"""Compute dtypes that have a plain format, by name."""
+
+
+def load_model(directory: Path, *, dtype: torch.dtype = torch.float32) -> Any:
+    """Load a causal language model for inference, computing in ``dtype``. Never asks a network.
+
+    Raises ConfigError where the directory does not hold such a model.
+    """
+    transformers.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError("the model cannot be loaded", model=str(directory), cause=str(error)) from error
+    return model.eval().requires_grad_(False)
+
+
+def load_config(directory: Path) -> Any:
+    """Read the configuration of a model. Raises ConfigError where there is none that transformers knows."""
+    try:
+        return transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError("the model's configuration cannot be read", model=str(directory), cause=str(error)) from error
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Load the tokenizer of a model, or None where the directory has none."""
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError("the tokenizer cannot be loaded", model=str(directory), cause=str(error)) from error
+
+
+def enabled(config: Config) -> Registry:
+    """Load the plugins a configuration names or needs, and this one."""
+    if PLUGIN.name not in config.plugins:
+        config = msgspec.structs.replace(config, plugins=(*config.plugins, PLUGIN.name))
+    return load_plugins(resolve_plugins(config))
+
+
+def model_spec(registry: Registry, config: Any, dtype: torch.dtype) -> ModelSpec:
+    """Layer groups of a model that computes in ``dtype``. Raises UnsupportedError for what no plugin can hold."""
+    if dtype not in DTYPES:
+        raise UnsupportedError("the model computes in a dtype that has no plain format", dtype=str(dtype))
+    spec = registry.model_adapter(config).spec(config)
+    return msgspec.structs.replace(spec, dtype=DTYPES[dtype])
+
+
+def cache_for(model: Any, config: Config) -> KVCache:
+    """Build the cache that ``config`` describes for a loaded model."""
+    registry = enabled(config)
+    return KVCache.create(model_spec(registry, model.config, model.dtype), config, registry)
+
+
+def build_cache(model: Any, *, memory: int | str, **cache_options: Any) -> KVCache:
+    """Build a cache for a model from a few options, see :class:`kvcore.config.CacheConfig`."""
+    if model.dtype in DTYPES:
+        cache_options.setdefault("format", DTYPES[model.dtype])
+    options = {**msgspec.structs.asdict(CacheConfig()), **cache_options, "memory": parse_bytes(memory)}
+    return cache_for(model, Config.from_mapping({"cache": options}))
