@@ -20,10 +20,11 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
-from kvcore.layout import Axis, Field, Layout, SpaceSpec, UnitRange, region
-from kvcore.moves import Program, run_program
 from rich.console import Console
 from rich.table import Table
+
+from kvcore.layout import Axis, Field, Layout, SpaceSpec, UnitRange, region
+from kvcore.moves import Program, run_program
 
 LAYERS, HEADS, DIM, PAGE = 16, 4, 16, 16  # × k and v × bf16: units of 64 KiB
 UNIT_BYTES = 64 * 1024

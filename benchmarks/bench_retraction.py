@@ -21,11 +21,11 @@ def run() -> list[Figure]:
     config = load_config(None, {"cache.format": "fp32", "cache.page_size": PAGE, "cache.memory": "160MiB"})
     with KVCache.create(model, config, load_plugins(config.plugins)) as cache:
         tokens = 256 * PAGE
-        cache.admit("r", tokens)
+        cache.manager.admit("r", tokens, external=True)
         cache.manager.set_length("r", tokens)
-        nbytes = cache.retract("r").nbytes
-        cache.admit("r", tokens)
-        cache.manager.set_length("r", tokens)
+        handle = cache.retract("r")
+        nbytes = handle.nbytes
+        cache.resume(handle)
 
         def round_trip() -> None:
             cache.resume(cache.retract("r"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -59,7 +60,7 @@ def run() -> list[Figure]:
     def pull(src: np.ndarray, dst: np.ndarray) -> None:
         handle = peer.read([ReadJob("full", program, src, dst)])
         while not handle.poll():
-            pass
+            time.sleep(50e-6)  # the copier thread needs the interpreter between copies
 
     size = PAGE_BYTES * (UNITS - 1)
     src, dst = np.ones(size, np.uint8), np.zeros(size, np.uint8)

@@ -88,3 +88,24 @@ def test_ci_tries_what_make_offers() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "message"),
+    [
+        ("[ $1 = -V ] && echo Python 3.9.1; [ $1 = -V ]", "needs Python 3.11 or newer; "),
+        ("case $2 in *ensurepip*) exit 1;; esac", "apt-get install python3-venv"),
+    ],
+)
+def test_make_says_what_the_machine_lacks(tmp_path: Path, interpreter: str, message: str) -> None:
+    for name in ("Makefile", "constraints.txt", "requirements-dev.txt", "core/pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{interpreter}\n")
+    python.chmod(0o755)
+    command = ["make", "-C", str(tmp_path), "venv", f"PYTHON={python}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert not (tmp_path / ".venv").exists()

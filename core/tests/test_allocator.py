@@ -62,6 +62,19 @@ def test_released_units_are_reported_once_their_last_reference_goes():
     pool.check_integrity()
 
 
+def test_a_unit_named_twice_counts_twice():
+    pool = UnitAllocator(4)
+    (unit,) = pool.allocate(1).tolist()
+    pool.retain([unit, unit])
+    assert pool.refcount(unit) == 3
+    assert pool.release([unit, unit]).tolist() == []
+    pool.quarantine([unit, unit])
+    assert pool.release([unit]).tolist() == [unit]
+    assert pool.settle([unit]).tolist() == []
+    assert pool.settle([unit]).tolist() == [unit]
+    pool.check_integrity()
+
+
 def test_quarantined_unit_is_not_allocatable_until_settled_as_often():
     pool = UnitAllocator(3)
     ids = pool.allocate(2)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvcore.config import Config, load_config, parse_bool, parse_bytes
 from kvcore.errors import ConfigError
 
@@ -190,6 +191,7 @@ def test_an_ambiguous_unit_names_the_nearest() -> None:
     assert "GiB" in other.value.remedy
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**60))
 def test_sizes_round_trip(value: int) -> None:
     assert parse_bytes(value) == parse_bytes(str(value)) == parse_bytes(f"{value}B") == value

@@ -9,6 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+
 from kvcore.builtin.formats import PLAIN_FORMATS, Bf16, Fp16, Fp32
 from kvcore.errors import ConfigError, LayoutError, UnsupportedError
 from kvcore.layout import Layout

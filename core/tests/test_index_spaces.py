@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,7 +53,7 @@ def test_every_unit_is_final_exactly_once_and_never_early(data, size, prefix, ex
     cuts = sorted(data.draw(st.lists(st.integers(prefix, end), max_size=5)))
     bounds = [prefix, *cuts, end]
     seen: list[int] = []
-    for n, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for n, (start, stop) in enumerate(pairwise(bounds)):
         last = n == len(bounds) - 2
         lo, hi = SPACE.final_units(pages(size), start, stop, last=last)
         for unit in range(lo, hi):

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from kvcore.builtin import attention_torch
 from kvcore.contract import AttendParams, BatchPlan
 from kvcore.errors import LayoutError
 
@@ -440,3 +442,24 @@ def test_copy_units_copies_whole_units_and_nothing_else(
     store.tables["full"].copy_units("pages", torch.tensor(src), torch.tensor(dst))
     assert (raw == want).all()
     store.close()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=20),
+    page_size=st.sampled_from([1, 4, 16]),
+    window=st.sampled_from([None, 1, 20]),
+)
+@settings(max_examples=50, deadline=None)
+def test_decode_gathers_at_most_twice_what_rows_hold(lengths: list[int], page_size: int, window: int | None) -> None:
+    """A short row beside a long one is not padded to its length; every live token is gathered once."""
+    seen = []
+    for bucket in attention_torch._buckets(tuple(lengths), page_size, window):
+        rows = range(len(lengths)) if bucket.rows is None else bucket.rows.tolist()
+        seen += rows
+        for n, row in enumerate(rows):
+            first = 0 if window is None else max(0, lengths[row] - window)
+            live = -(-lengths[row] // page_size) - first // page_size
+            assert live <= bucket.columns.shape[1] <= 2 * live
+            shown = bucket.keys[n][~bucket.hidden[n]].tolist()
+            assert shown == list(range(first, lengths[row]))
+    assert sorted(seen) == list(range(len(lengths)))

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvcore.errors import LayoutError
 from kvcore.layout import Axis, Field, Layout, SpaceSpec, UnitRange, padding, region
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from kvcore.errors import LayoutError
 from kvcore.layout import Axis, BlockOf, Field, Layout, Region, SpaceSpec, UnitRange, padding, region
 

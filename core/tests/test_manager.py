@@ -202,6 +202,29 @@ def test_external_units_are_not_zeroed_until_the_filler_is_done():
         m.set_length("a", 11)
 
 
+def test_units_reserved_while_filling_are_filled_too():
+    m = manager()
+    m.admit("a", 4, external=True)
+    m.reserve("a", 8)
+    m.set_length("a", 6)
+    assert run(m, "a", 1).of("full", "pages").fresh.tolist() == []  # the page holds tokens 4 and 5
+
+
+@pytest.mark.parametrize("end", [lambda m: m.fork("a", "b", 2), lambda m: m.truncate("a", 5)])
+def test_fork_and_truncation_end_the_filling(end):
+    """A transfer that went on would write pages that another request may own by then."""
+    m = manager()
+    m.admit("a", 12, external=True)
+    with pytest.raises(RequestError, match="still being filled"):
+        end(m)
+    m.set_length("a", 5)
+    end(m)
+    with pytest.raises(RequestError, match="external"):
+        m.set_length("a", 6)
+    assert run(m, "a", 4).of("full", "pages").fresh.tolist() == [3]
+    m.check_integrity()
+
+
 @pytest.mark.parametrize("length", [-1, 3, 12])
 def test_set_length_outside_what_is_held(length):
     m = manager()
@@ -321,6 +344,21 @@ def test_requests_are_in_one_open_step_at_most_and_steps_may_overlap():
     m.commit(second)
     m.commit(first)
     assert [r.length for r in m.requests] == [2, 3]
+
+
+def test_copies_count_as_needed_units():
+    m = manager(3)
+    m.admit("a", 6)
+    run(m, "a", 6)
+    m.fork("a", "b", 6)
+    before = snapshot(m)
+    with pytest.raises(CapacityError) as error:
+        m.plan_step([("a", 1), ("b", 1)])
+    assert (error.value.fields["needed"], error.value.fields["free"]) == (2, 1)
+    assert snapshot(m) == before
+    run(m, "b", 1)  # alone it gets the copy, and then "a" writes in place
+    run(m, "a", 1)
+    m.check_integrity()
 
 
 def test_accepted_is_per_row():

@@ -144,7 +144,7 @@ def test_d3_recycled_pages_are_fresh_and_counts_stay_above_zero():
         m.release("c")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_d5_drain_returns_every_unit(seed):
     """D5: 500 random requests, finished, aborted or retracted at any moment; free == initial in every range."""
     rng = random.Random(seed)
@@ -154,9 +154,9 @@ def test_d5_drain_returns_every_unit(seed):
         (f"r{n}", rng.choice([1, 3, 4, 5, 15, 16, 17, rng.randint(1, 60)]), rng.randint(0, 20)) for n in range(500)
     ]
     running: dict[str, list[int]] = {}
-    drained = 0
+    drained = retracted = 0
     while waiting or running:
-        while waiting and len(running) < 12 and m.can_admit(waiting[0][1]):
+        while waiting and len(running) < 12 and m.can_admit(waiting[0][1], headroom_tokens=len(running)):
             name, prompt, output = waiting.pop(0)
             m.admit(name, prompt)
             running[name] = [prompt, output]
@@ -170,7 +170,8 @@ def test_d5_drain_returns_every_unit(seed):
             length = m.get(name).length
             m.release(name)
             hold.release()
-            waiting.insert(0, (name, length + left[0], left[1]))
+            waiting.append((name, length + left[0], left[1]))
+            retracted += 1
             continue
         aborted = [name for name, _ in rows if rng.random() < 0.02]
         for name in aborted:
@@ -195,6 +196,7 @@ def test_d5_drain_returns_every_unit(seed):
             m.check_integrity()
     assert m.stats() == initial
     assert drained
+    assert retracted
     m.check_integrity()
 
 

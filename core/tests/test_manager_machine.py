@@ -7,6 +7,7 @@ admissions, steps, forks and releases, each live request must read back exactly 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -85,6 +86,25 @@ class ManagerMachine(RuleBasedStateMachine):
     def in_step(self, name):
         return any(name in live for _, live, _ in self.steps)
 
+    def needs(self, group, rows):
+        """Units a step has to take: new pages, and one copy per row and page that has other owners."""
+        page = GROUPS[group][0]
+        owners = Counter(unit for name in self.tokens for unit in self.m.units(name, group, "pages").tolist())
+        for plan, _, _ in self.steps:
+            owners.update(plan.of(group, "pages").copies_src.tolist())
+        total = 0
+        for name, count in rows:
+            start, stop = len(self.tokens[name]), len(self.tokens[name]) + count
+            total += max(0, self.count(group, stop) - self.count(group, self.reserved[name]))
+            table = self.m.units(name, group, "pages").tolist()
+            touched = {token // page for token in range(start, stop)} & set(range(len(table)))
+            total += sum(owners[table[n]] > 1 for n in touched)
+        return total
+
+    def empty(self, name):
+        """Still to be filled, and nothing of it is there yet."""
+        return name in self.filling and not self.tokens[name]
+
     def idle(self):
         return sorted(name for name in self.tokens if not self.in_step(name))
 
@@ -146,7 +166,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def fork(self, data, new):
         name = data.draw(st.sampled_from(sorted(self.tokens)))
         prefix = data.draw(st.integers(0, len(self.tokens[name]) + 1))
-        if self.in_step(name) or prefix > len(self.tokens[name]):
+        if self.in_step(name) or prefix > len(self.tokens[name]) or self.empty(name):
             error = RequestError
         elif new in self.tokens:
             error = DuplicateRequestError
@@ -161,6 +181,7 @@ class ManagerMachine(RuleBasedStateMachine):
         free = self.m.stats().ranges
         self.m.fork(name, new, prefix)
         assert self.m.stats().ranges == free, "sharing takes no unit"
+        self.filling.discard(name)
         self.tokens[new], self.reserved[new] = self.tokens[name][:prefix], prefix
         self.family[new] = self.family[name]
 
@@ -191,7 +212,12 @@ class ManagerMachine(RuleBasedStateMachine):
     def truncate(self, data):
         name = data.draw(st.sampled_from(self.idle()))
         length = data.draw(st.integers(0, len(self.tokens[name])))
+        if self.empty(name):
+            with pytest.raises(RequestError):
+                self.m.truncate(name, length)
+            return
         self.m.truncate(name, length)
+        self.filling.discard(name)
         self.tokens[name] = self.tokens[name][:length]
         self.reserved[name] = length
 
@@ -204,20 +230,19 @@ class ManagerMachine(RuleBasedStateMachine):
         rows = [(name, data.draw(st.integers(1, 7))) for name in names]
         before, tables = self.m.stats(), self.tables()
         taken = {group: self.blocked(group) for group in GROUPS}
+        failure: RequestError | CapacityError | None = None
         try:
             plan = self.m.plan_step(rows)
-        except RequestError as error:
-            assert any(
-                (name in self.filling and not self.tokens[name]) or len(self.tokens[name]) + count > MAX_TOKENS
-                for name, count in rows
-            ), error
+        except (RequestError, CapacityError) as error:
+            failure = error
+        refused = any(self.empty(name) or len(self.tokens[name]) + count > MAX_TOKENS for name, count in rows)
+        assert isinstance(failure, RequestError) == refused
+        if failure is not None:
             assert (self.m.stats(), self.tables()) == (before, tables)
-            return
-        except CapacityError as error:
-            group = error.fields["group"]
-            assert error.fields["free"] == GROUPS[group][1] - len(taken[group])
-            assert error.fields["needed"] > error.fields["free"]
-            assert (self.m.stats(), self.tables()) == (before, tables)
+            if isinstance(failure, CapacityError):
+                group = failure.fields["group"]
+                assert failure.fields["free"] == GROUPS[group][1] - len(taken[group])
+                assert failure.fields["needed"] == self.needs(group, rows) > failure.fields["free"]
             return
         plan = StepPlan.decode(plan.encode())
         for group in GROUPS:
@@ -234,9 +259,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.steps.append((plan, dict(rows), new_tokens))
 
     def tables(self):
-        return {
-            (name, group): self.m.units(name, group, "pages").tolist() for name in self.tokens for group in GROUPS
-        }
+        return {(name, group): self.m.units(name, group, "pages").tolist() for name in self.tokens for group in GROUPS}
 
     def obey(self, plan, new_tokens, writes):
         """The store: copies, then zeroes, then the first ``writes`` tokens of the batch."""
@@ -372,6 +395,6 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 ManagerMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestManager = ManagerMachine.TestCase

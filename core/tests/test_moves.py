@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvcore.errors import LayoutError
 from kvcore.layout import Axis, BlockOf, Field, Layout, Region, SpaceSpec, UnitRange, padding, region
 from kvcore.moves import Program, run_program
@@ -252,6 +253,13 @@ def test_every_way_to_copy_whole_units(src_ids: list[int], dst_ids: list[int], u
     np.testing.assert_array_equal(dst, want)
 
 
+def test_e1_minus_one_is_dropped_on_either_side(loop: ModuleType, cases: ModuleType) -> None:
+    """E1: a −1 is padding; it never reaches the last unit."""
+    layout = cases.kv()
+    check(loop, layout, layout, [(1, -1), (-1, 2), (3, 4), (-1, -1)])
+    check(loop, layout, layout, [(1, -1), (-1, 2)])
+
+
 @pytest.mark.parametrize("arena", ["page_major", "layer_major"])
 def test_copies_within_one_arena(cases: ModuleType, arena: Any) -> None:
     """Copy-on-write: source and destination are the same arena."""
@@ -450,6 +458,10 @@ def test_splits_fold_into_few_dimensions() -> None:
     slot = np.arange(128)
     (piece,) = even(slot, slot % 32 * 16 + slot // 32 * 4)
     assert piece.dims == ((4, 32, 4), (32, 1, 16))
+    uneven = even([0, 1, 10, 11, 30, 31, 50, 51], range(8))  # equal pairs, unevenly apart
+    points = [p.src + i * p.dims[0][1] for p in uneven for i in range(p.dims[0][0]) if len(p.dims) == 1]
+    points += [p.src + i * p.dims[0][1] + j for p in uneven if len(p.dims) == 2 for i in range(2) for j in range(2)]
+    assert sorted(points) == [0, 1, 10, 11, 30, 31, 50, 51]
     assert len(even(np.arange(6), np.arange(6) // 4 * 100 + np.arange(6) % 4)) == 2
 
 

@@ -170,6 +170,27 @@ def test_abort_gives_all_units_back(
     assert_holds(decode, "r", 2, 4)
 
 
+def test_units_stay_held_when_an_engine_releases_a_request_under_way(
+    caches: tuple[KVCache, KVCache], sides: tuple[SendSide, ReceiveSide]
+) -> None:
+    """E3/J1: neither the sender's offered units nor the receiver's destination may be handed out meanwhile."""
+    (prefill, decode), (send, receive) = caches, sides
+    receive.ask("r", 9)
+    prefill.admit("r", 9)
+    send.begin("r", 9)
+    prefill_chunk(prefill, send, "r", 1, 0, 5, 9)
+    prefill.release("r")
+    decode.release("r")
+    for cache in caches:
+        (part,) = cache.stats().manager.ranges
+        assert (part.used, part.quarantined) == (0, 3)
+    send.abort("r", "its engine gave it up")
+    take(receive, (ReceiveFailed,))
+    take(send, (SendFailed,))
+    assert_empty(prefill)
+    assert_empty(decode)
+
+
 def test_refused_asks_hold_nothing(caches: tuple[KVCache, KVCache], sides: tuple[SendSide, ReceiveSide]) -> None:
     (_, decode), (_, receive) = caches, sides
     limit = decode.manager.max_request_tokens

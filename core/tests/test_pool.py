@@ -16,11 +16,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from kvcore import pool as pool_module
 from kvcore.builtin import pools
 from kvcore.builtin.pools import MemfdArena, MemfdPool
 from kvcore.errors import CapacityError, ConfigError, IntegrityError, LayoutError, StaleHandleError, UnsupportedError
-from kvcore.layout import Axis, Field, Layout, Region, SpaceSpec, UnitRange, region
+from kvcore.layout import Axis, Buffer, Field, Layout, Region, SpaceSpec, UnitRange, region
 from kvcore.pool import Pool, pieces
+from kvcore.tensors import field_view
 
 
 def two_components(arena: str, layers: tuple[int, ...] = (2, 5), units: int = 9) -> tuple[Layout, dict[str, int]]:
@@ -153,13 +156,20 @@ def test_fill_changes_the_bytes_of_those_components_only(
     arena=st.sampled_from(["page_major", "layer_major"]),
     components=st.sampled_from([["full/kv"], ["full/block_scale"], ["full/block_scale", "full/kv"]]),
     units=st.lists(st.integers(1, 8), max_size=8, unique=True),
+    loop_bytes=st.sampled_from([0, 8192]),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_blocks_go_out_and_into_other_units(
-    arena: str, components: list[str], units: list[int], data: st.DataObject
+    arena: str, components: list[str], units: list[int], loop_bytes: int, data: st.DataObject
 ) -> None:
     """Bytes of exactly the units and components, back into other units in the same order, nothing else touched."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_module, "_LOOP_BYTES", loop_bytes)
+        move_blocks(arena, components, units, data)
+
+
+def move_blocks(arena: str, components: list[str], units: list[int], data: st.DataObject) -> None:
     layout, counts = two_components(arena)
     pool = Pool(layout, counts, MemfdPool())
     raw = filled(pool)
@@ -251,18 +261,28 @@ def test_several_ranges_have_a_null_unit_each() -> None:
     pool.close()
 
 
-def test_fields_must_be_addressable_in_their_dtype() -> None:
-    fields = (Field("a", "u8", "slot", (Axis("slot", 2),)), Field("b", "fp16", "slot", (Axis("slot", 2),), offset=2))
-    odd = region("r", "full/kv", fields, ranges=("pages",), alignment=2)
-    tail = region("t", "full/kv", (Field("c", "fp32", "slot", (Axis("slot", 2),)),), ranges=("pages",), alignment=2)
-    space = SpaceSpec("full", "sequence", "page", 2)
-    layout = Layout("test", 1, "full", (0,), (odd, tail), (space,), (UnitRange("pages", "full"),), "page_major", 2)
+@pytest.mark.parametrize(
+    ("buffer", "shift", "what"),
+    [
+        (Buffer("full/kv", 0, "k", 0, 16, 16, 2), 1, "address"),
+        (Buffer("full/kv", 0, "k", 2, 16, 16, 2), 0, "base"),
+        (Buffer("full/kv", 0, "k", 0, 18, 16, 2), 0, "unit stride"),
+    ],
+)
+def test_fields_must_be_addressable_in_their_dtype(buffer: Buffer, shift: int, what: str) -> None:
+    """A builder's arena or a layout that is aligned less than an element is refused, not read shifted."""
+    field = Field("c", "fp32", "slot", (Axis("slot", 4),))
+    memory = torch.zeros(64, dtype=torch.uint8)[shift:]
     with pytest.raises(LayoutError, match="cannot be viewed") as error:
-        Pool(layout, {"pages": 2}, MemfdPool())
-    assert error.value.fields["field"] == "c"
+        field_view(memory, buffer, field)
+    assert error.value.fields["what"] == what
 
 
 # --- the memfd arena ---
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_memory_is_zeroed_named_and_sealed() -> None:
@@ -313,16 +333,16 @@ def test_available_memory_is_plausible() -> None:
 
 
 def test_an_allocation_the_kernel_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     monkeypatch.setattr(pools, "available_memory", lambda: 1 << 62)
     for size in (1 << 60, 1 << 70):
         with pytest.raises(CapacityError):
             MemfdArena(size, populate=False)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_close_is_idempotent_and_safe_while_views_live() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     arena = MemfdArena(1 << 16)
     tensor, array = arena.tensor(), arena.array()
     address = arena.address
@@ -337,15 +357,15 @@ def test_close_is_idempotent_and_safe_while_views_live() -> None:
     del tensor, array
     gc.collect()
     assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_a_forgotten_arena_goes_back() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     layout, counts = two_components("page_major")
     Pool(layout, counts, MemfdPool())
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_pools_refuse_other_devices_before_allocating() -> None:

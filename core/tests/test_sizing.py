@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.layout import Axis, Field, Layout, Region, SpaceSpec, UnitRange, region
 from kvcore.sizing import allocated_bytes, token_capacity, units_for_memory
@@ -48,6 +49,7 @@ shapes = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(
     shape=st.lists(shapes, min_size=1, max_size=3),
     arena=st.sampled_from(["page_major", "layer_major"]),
@@ -76,6 +78,7 @@ def test_all_that_fits_and_not_a_byte_more(
     assert sum(by_hand(layout, more[group]) for group, layout in layouts.items()) > memory
 
 
+@settings(deadline=None)
 @given(memory=st.integers(1, 10**6), requests=st.integers(1, 5))
 def test_state_slots_are_reserved_before_tokens(memory: int, requests: int) -> None:
     layouts = {"full": paged("full", 2, 4, (8, 8), "page_major"), "state": state("state", 3, 64)}

@@ -172,8 +172,11 @@ class UnitAllocator:
         return np.add(local, self._first, dtype=np.int64)
 
     def _count(self, ids: Ids) -> tuple[Int64Array, npt.NDArray[np.int32]]:
-        local, counts = np.unique(self._local(ids), return_counts=True)
-        return local, counts.astype(np.int32)
+        local = self._local(ids)
+        if len(local) < 2 or bool((local[1:] > local[:-1]).all()):  # ascending: nothing twice, nothing to sort
+            return local, np.ones(len(local), np.int32)
+        unique, counts = np.unique(local, return_counts=True)
+        return unique, counts.astype(np.int32)
 
     def _demand(self, ok: npt.NDArray[np.bool_], local: Int64Array, message: str) -> None:
         if not ok.all():
@@ -223,7 +226,7 @@ class _FreeRuns:
         while n:
             fit = bisect_left(self._lengths, n)
             length = self._lengths[fit] if fit < len(self._lengths) else self._lengths[-1]
-            start = next(iter(self._by_length[length]))
+            start, _ = self._by_length[length].popitem()  # the newest: finding the oldest would skip every removed one
             self._unlink(start, start + length)
             count = min(n, length)
             if count < length:
@@ -245,7 +248,7 @@ class _FreeRuns:
         del self._stop_of[start], self._start_of[stop]
         length = stop - start
         bucket = self._by_length[length]
-        del bucket[start]
+        bucket.pop(start, None)
         if not bucket:
             del self._by_length[length]
             del self._lengths[bisect_left(self._lengths, length)]

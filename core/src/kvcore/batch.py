@@ -35,15 +35,17 @@ class BatchBuilder:
     ) -> None:
         self._limits = {"rows": max_rows, "tokens": max_tokens, "units": max_units}
         self._null = null_unit
-        self._host = {
-            "lengths": torch.zeros(max_rows, dtype=torch.int64),
-            "query_indptr": torch.zeros(max_rows + 1, dtype=torch.int64),
-            "positions": torch.zeros(max_tokens, dtype=torch.int64),
-            "slots": torch.full((max_tokens,), -1, dtype=torch.int64),
-            # Not filled: pages of it that no request reaches are never committed, and plans show used columns only.
-            "page_table": torch.empty((max_rows, max_units), dtype=torch.int64),
-        }
-        self._device = self._host if device == "cpu" else {k: v.to(device) for k, v in self._host.items()}
+        # Buffers made in inference mode could never be written outside of it.
+        with torch.inference_mode(False):
+            self._host = {
+                "lengths": torch.zeros(max_rows, dtype=torch.int64),
+                "query_indptr": torch.zeros(max_rows + 1, dtype=torch.int64),
+                "positions": torch.zeros(max_tokens, dtype=torch.int64),
+                "slots": torch.full((max_tokens,), -1, dtype=torch.int64),
+                # Not filled: what no request reaches is never committed, and plans show used columns only.
+                "page_table": torch.empty((max_rows, max_units), dtype=torch.int64),
+            }
+            self._device = self._host if device == "cpu" else {k: v.to(device) for k, v in self._host.items()}
         self._used = (0, 0, 0)
         self._plan: BatchPlan | None = None
 

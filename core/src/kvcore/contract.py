@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
@@ -317,7 +318,7 @@ class BatchPlan:
     def max_query(self) -> int:
         """Most new tokens of a row; 1 in a decode step."""
         ptr = self.host_query_indptr
-        return max((b - a for a, b in zip(ptr, ptr[1:], strict=False)), default=0)
+        return max((b - a for a, b in pairwise(ptr)), default=0)
 
 
 @dataclass(frozen=True, slots=True)

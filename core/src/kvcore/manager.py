@@ -22,7 +22,7 @@ from kvcore.errors import (
 )
 from kvcore.holds import Hold
 from kvcore.layout import Int64Array
-from kvcore.ranges import ManagedRange, RangeBudget, RangeSet
+from kvcore.ranges import ManagedRange, RangeBudget, RangeSet, join
 from kvcore.requests import Request, RequestTable
 from kvcore.stepplan import StepPlan, StepRow
 from kvcore.steps import StepBook
@@ -150,7 +150,7 @@ class Manager:
         if num_tokens < 1 or headroom_tokens < 0 or self._requests.full:
             return False
         return all(
-            part.live_units(0, num_tokens) + part.live_units(0, headroom_tokens) <= part.allocator.free_count
+            part.live_units(0, num_tokens) + part.growth(headroom_tokens) <= part.allocator.free_count
             for part in self._ranges.values()
         )
 
@@ -189,9 +189,10 @@ class Manager:
         RequestError past the request's length or while it is in a step; UnsupportedError where an index space no longer
         holds what the prefix needs.
         """
-        request = self._idle(request_id)
+        request = self._filled(request_id)
         self._requests.check_new(new_id)
         self._demand_rewindable(request, prefix_tokens)
+        self._end_filling(request)
         fork = self._requests.add(new_id)
         for key, part in self._ranges.items():
             table = request._tables[key][: part.num_units(prefix_tokens)].copy()
@@ -221,8 +222,8 @@ class Manager:
     def set_length(self, request_id: str, length: int) -> Request:
         """Say that a transfer or restore has filled the first ``length`` tokens of an external request.
 
-        May be called again with more tokens until the first step. RequestError for other requests, for fewer tokens
-        than before, or past ``reserved``.
+        May be called again with more tokens; the first step, fork or truncation ends the filling. RequestError for
+        other requests, for fewer tokens than before, or past ``reserved``.
         """
         request = self._idle(request_id)
         if not request._external:
@@ -247,8 +248,9 @@ class Manager:
         The unit that ``length`` falls into stays, also where it is shared. RequestError past the length or in a step;
         UnsupportedError where an index space cannot go back.
         """
-        request = self._idle(request_id)
+        request = self._filled(request_id)
         self._demand_rewindable(request, length)
+        self._end_filling(request)
         for key, part in self._ranges.items():
             table = request._tables[key]
             keep = part.num_units(length)
@@ -288,15 +290,9 @@ class Manager:
         """
         requests: list[tuple[Request, int]] = []
         for request_id, count in rows:
-            request = self._idle(request_id)
+            request = self._filled(request_id)
             if count < 1:
                 raise RequestError("a row of a step has at least one new token", request=request_id, count=count)
-            if request._external and not request._length:
-                raise RequestError(
-                    "request is still being filled",
-                    request=request_id,
-                    remedy="call set_length when the transfer or restore is done",
-                )
             requests.append((request, count))
         if len({request.id for request, _ in requests}) < len(requests):
             raise RequestError("a request stands twice in one step", rows=[request.id for request, _ in requests])
@@ -363,7 +359,7 @@ class Manager:
         return live
 
     def _check_counts(self, part: ManagedRange, what: str, found: Sequence[Int64Array], counted: Int64Array) -> None:
-        local = np.concatenate([*found, np.empty(0, np.int64)]) - part.budget.first_unit
+        local = join(found) - part.budget.first_unit
         expected = np.bincount(local, minlength=part.budget.num_units)
         wrong = np.flatnonzero(expected != counted)
         if len(wrong):
@@ -389,12 +385,22 @@ class Manager:
             )
         return request
 
+    def _filled(self, request_id: str) -> Request:
+        request = self._idle(request_id)
+        if request._external and not request._length:
+            raise RequestError(
+                "request is still being filled",
+                request=request_id,
+                remedy="call set_length when the transfer or restore is done",
+            )
+        return request
+
     def _grow(self, request: Request, stop: int) -> None:
         for key, part in self._ranges.items():
             table = request._tables[key]
             missing = part.missing(table, stop)
             if missing:
-                request._tables[key] = np.concatenate((table, part.allocate(missing, unwritten=True)))
+                request._tables[key] = np.concatenate((table, part.allocate(missing, unwritten=not request._external)))
         request._reserved = max(request._reserved, stop)
 
     def _end_filling(self, request: Request) -> None:
@@ -404,14 +410,15 @@ class Manager:
                 part.mark(part.real(request._tables[key][part.num_units(request._length) :]), unwritten=True)
 
     def _demand_step_fits(self, rows: Sequence[tuple[Request, int]]) -> None:
-        needs = {key: 0 for key, _ in self._ranges.items()}
-        for request, count in rows:
-            start, stop = request._length, request._length + count
+        spans = [(request, request._length, request._length + count) for request, count in rows]
+        for request, start, stop in spans:
             if stop > request._reserved:
                 self._ranges.demand_fits(request.id, start, stop)
-            for key, part in self._ranges.items():
-                table = request._tables[key]
-                needs[key] += part.missing(table, stop) + len(part.shared_writes(table, start, stop))
+        needs = {}
+        for key, part in self._ranges.items():
+            tables = [(request._tables[key], start, stop) for request, start, stop in spans]
+            missing = sum(part.missing(table, stop) for table, _, stop in tables)
+            needs[key] = missing + len(part.shared_writes(tables))
         self._ranges.demand_free(needs)
 
     def _demand_rewindable(self, request: Request, length: int) -> None:

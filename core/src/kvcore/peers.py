@@ -42,8 +42,8 @@ __all__ = [
 class SendSide:
     """Offers requests to the decode processes that connect. Calls are made by the engine's thread only.
 
-    From ``begin`` to its final event a request's units belong to the transfer: the engine does not release it, but
-    calls :meth:`abort`. The final event (:class:`SendDone`, :class:`SendFailed`) releases it.
+    The final event of a request (:class:`SendDone`, :class:`SendFailed`) releases it. An engine that wants to end it
+    earlier calls :meth:`abort`; should it release the request itself, the offered units stay held until that event.
     """
 
     def __init__(self, endpoint: SenderEndpoint, transport: Transport, manager: Manager, store: Store) -> None:
@@ -52,6 +52,7 @@ class SendSide:
         self._manager = manager
         self._store = store
         self._queue: deque[SendEvent] = deque()
+        self._begun: dict[str, _Held] = {}
 
     @classmethod
     def open(
@@ -91,6 +92,8 @@ class SendSide:
         ``last`` ends the prompt and carries ``engine_data`` (at most 64 KiB) to the receiver's engine.
         """
         payloads = self._manager.payloads(request_id, start, stop, last=last)
+        if request_id not in self._begun:
+            self._begun[request_id] = _Held(self._manager, request_id)
         self._endpoint.offer(request_id, start, stop, payloads, last=last, engine_data=engine_data)
 
     def abort(self, request_id: str, reason: str) -> None:
@@ -127,7 +130,10 @@ class SendSide:
             self._apply(event)
 
     def _apply(self, event: SendEvent) -> None:
-        if event.request in self._manager:  # one that was begun and not admitted yet has no units
+        held = self._begun.pop(event.request, None)
+        if held is not None:
+            held.release(self._store)
+        elif event.request in self._manager:  # admitted and not offered yet; one that is not admitted has no units
             self._manager.release(event.request)
             self._store.invalidate(event.request)
         self._queue.append(event)
@@ -150,6 +156,7 @@ class ReceiveSide:
         self._store = store
         self._ranges = tuple(ranges)
         self._queue: deque[ReceiveEvent] = deque()
+        self._filling: dict[str, _Held] = {}
 
     @classmethod
     def open(
@@ -187,6 +194,7 @@ class ReceiveSide:
         except BaseException:
             self._manager.release(request_id)
             raise
+        self._filling[request_id] = _Held(self._manager, request_id)
 
     def abort(self, request_id: str, reason: str) -> None:
         """Give a request up; its :class:`ReceiveFailed` follows once no read writes its units any more."""
@@ -223,11 +231,32 @@ class ReceiveSide:
 
     def _apply(self, event: ReceiveEvent) -> None:
         if isinstance(event, ReceiveDone):
-            self._manager.set_length(event.request, event.num_tokens)
+            self._filling.pop(event.request).fill(event.num_tokens)
         elif isinstance(event, ReceiveQuiet) or (isinstance(event, ReceiveFailed) and event.quiet):
-            self._manager.release(event.request)
-            self._store.invalidate(event.request)
+            self._filling.pop(event.request).release(self._store)
         self._queue.append(event)
+
+
+class _Held:
+    """Units of one request that a transfer reads or writes: quarantined, whatever becomes of the request."""
+
+    def __init__(self, manager: Manager, request_id: str) -> None:
+        self._manager = manager
+        self._request = manager.get(request_id)
+        self._hold = manager.hold(request_id)
+
+    def fill(self, num_tokens: int) -> None:
+        """The transfer is over and its tokens are valid."""
+        self._hold.release()
+        if self._request.state != "released":
+            self._manager.set_length(self._request.id, num_tokens)
+
+    def release(self, store: Store) -> None:
+        """The transfer is over and the request with it."""
+        self._hold.release()
+        if self._request.state != "released":
+            self._manager.release(self._request.id)
+            store.invalidate(self._request.id)
 
 
 def _options(config: TransferConfig) -> TransferOptions:

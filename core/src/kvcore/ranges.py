@@ -7,6 +7,7 @@ or in the manager knows a kind of space by name.
 from __future__ import annotations
 
 from collections.abc import ItemsView, Mapping, Sequence, ValuesView
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -18,6 +19,11 @@ from kvcore.layout import Int64Array, SpaceSpec
 from kvcore.requests import RangeKey
 
 _MANY_TOKENS = 1 << 48
+
+
+def join(parts: Sequence[Int64Array]) -> Int64Array:
+    """Concatenate id arrays; no parts give an empty one."""
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 class RangeBudget(msgspec.Struct, frozen=True):
@@ -68,6 +74,11 @@ class ManagedRange:
         self.space.check(self.spec)
         self.allocator = UnitAllocator(budget.num_units, first=budget.first_unit, name=f"{budget.group}/{budget.range}")
         self._unwritten = np.zeros(budget.num_units, bool)
+        self.writes = lru_cache(maxsize=4096)(self._writes)
+        """``writes(start, stop)``: logical units ``[lo, hi)`` that storing the tokens ``[start, stop)`` writes.
+
+        Remembered, because the checks, the plan and the commit of a step ask the same of each row.
+        """
 
     @property
     def null(self) -> int:
@@ -86,11 +97,12 @@ class ManagedRange:
         """Units that must be held at once while the cache grows from ``start`` to ``stop`` tokens."""
         return self.num_units(stop) - self.first_live(start)
 
-    def writes(self, start: int, stop: int) -> tuple[int, int]:
-        """Logical units ``[lo, hi)`` that storing the tokens ``[start, stop)`` writes.
+    def growth(self, tokens: int) -> int:
+        """Units that ``tokens`` more tokens of requests admitted already may need; 0 where length does not matter."""
+        return self.num_units(tokens) - self.num_units(0)
 
-        The partial unit at ``start`` is what would be final were ``start`` the end, so the space need not tell twice.
-        """
+    def _writes(self, start: int, stop: int) -> tuple[int, int]:
+        # The partial unit at `start` is what would be final were `start` the end, so a space need not tell twice.
         partial, _ = self.space.final_units(self.spec, start, start, last=True)
         return max(partial, self.first_live(start)), self.num_units(stop)
 
@@ -109,11 +121,20 @@ class ManagedRange:
         chosen: Int64Array = ids[self._unwritten[ids - self.budget.first_unit]]
         return chosen
 
-    def shared_writes(self, table: Int64Array, start: int, stop: int) -> list[int]:
-        """Logical units that storing the tokens ``[start, stop)`` writes and that have another owner too."""
-        lo, hi = self.writes(start, stop)
-        shared = self.allocator.refcounts(table[lo:hi]) > 1
-        return [lo + index for index in np.flatnonzero(shared).tolist()]
+    def shared_writes(self, rows: Sequence[tuple[Int64Array, int, int]]) -> list[tuple[int, int]]:
+        """Units that a step writes and that have another owner too, as ``(row, logical unit)``.
+
+        Args:
+            rows: table, start and stop of each request of the step.
+        """
+        spans = [self.writes(start, stop) for _, start, stop in rows]
+        parts = [table[lo:hi] for (table, _, _), (lo, hi) in zip(rows, spans, strict=True)]
+        shared = self.allocator.refcounts(join(parts)) > 1
+        if not shared.any():  # the usual case costs one look for the whole batch
+            return []
+        owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        index = join([np.arange(lo, lo + len(part)) for (lo, _), part in zip(spans, parts, strict=True)])
+        return list(zip(owner[shared].tolist(), index[shared].tolist(), strict=True))
 
     def missing(self, table: Int64Array, length: int) -> int:
         """Units that a table lacks to hold ``length`` tokens."""

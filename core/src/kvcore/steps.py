@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcore.errors import StaleHandleError
 from kvcore.layout import Int64Array
-from kvcore.ranges import RangeSet
+from kvcore.ranges import RangeSet, join
 from kvcore.requests import RangeKey, Request, RequestTable
 from kvcore.stepplan import RangePlan, StepPlan, StepRow
 
@@ -72,29 +72,28 @@ class StepBook:
         held: dict[RangeKey, Int64Array] = {}
         plans = []
         for key, part in self._ranges.items():
-            tables: list[Int64Array] = []
-            written: list[Int64Array] = []
+            tables = [request._tables[key] for request, _ in rows]
+            shared = part.shared_writes(
+                [(table, row.start, row.stop) for table, row in zip(tables, step_rows, strict=True)]
+            )
+            # A source keeps its reference count, so a second owner in the same step copies too: were the step
+            # abandoned half-way, a unit written in place would have lost what the first owner goes back to.
             mine: list[_Copy] = []
-            for number, ((request, _), row) in enumerate(zip(rows, step_rows, strict=True)):
-                table = request._tables[key]
-                # The source keeps its reference count, so a second owner in the same step copies too: were the step
-                # abandoned half-way, a unit written in place would have lost what the first owner goes back to.
-                for index in part.shared_writes(table, row.start, row.stop):
-                    dst = int(part.allocate(1, unwritten=False)[0])
-                    mine.append(_Copy(key, number, index, int(table[index]), dst))
-                    table[index] = dst
-                lo, hi = part.writes(row.start, row.stop)
-                tables.append(table[:hi])
-                written.append(table[lo:hi])
-            held[key] = _join(written)
+            for number, index in shared:
+                dst = int(part.allocate(1, unwritten=False)[0])
+                mine.append(_Copy(key, number, index, int(tables[number][index]), dst))
+                tables[number][index] = dst
+            spans = [part.writes(row.start, row.stop) for row in step_rows]
+            needed = [table[:hi] for table, (_, hi) in zip(tables, spans, strict=True)]
+            held[key] = join([table[lo:] for table, (lo, _) in zip(needed, spans, strict=True)])
             part.allocator.quarantine(held[key])
             copies += mine
             plans.append(
                 RangePlan(
                     group=part.budget.group,
                     range=part.budget.range,
-                    indptr=np.cumsum([0, *map(len, tables)]),
-                    units=_join(tables),
+                    indptr=np.cumsum([0, *map(len, needed)]),
+                    units=join(needed),
                     fresh=part.fresh(held[key]),
                     copies_src=np.array([copy.src for copy in mine], np.int64),
                     copies_dst=np.array([copy.dst for copy in mine], np.int64),
@@ -155,19 +154,14 @@ class StepBook:
             table = request._tables[key]
             lo, hi = part.writes(row.start, row.stop)
             end = min(max(lo, part.num_units(length)), hi)
-            part.mark(table[lo:end], unwritten=False)
-            # A unit of rejected tokens alone reads as zeros again, as if the step had not been.
-            part.mark(table[end:hi], unwritten=True)
+            part.mark(table[lo:end], unwritten=False)  # units of rejected tokens alone stay fresh
             dead = table[: part.first_live(length)]
-            part.allocator.release(part.real(dead))
-            dead[:] = part.null
+            if len(dead):
+                part.allocator.release(part.real(dead))
+                dead[:] = part.null
         request._length = length
         request._open_step = None
 
     def _settle(self, step: OpenStep) -> None:
         for key, ids in step.held.items():
             self._ranges[key].allocator.settle(ids)
-
-
-def _join(parts: Sequence[Int64Array]) -> Int64Array:
-    return np.concatenate([*parts, np.empty(0, np.int64)])

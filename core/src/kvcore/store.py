@@ -245,7 +245,8 @@ class Store:
         plan = self._current(route)
         _check_rows(route.state, rows, plan.num_tokens, valid)
         self.op_counts["store"] += 1
-        return route.state.table.store(route.layer, rows, plan, valid, after)
+        with torch.no_grad():
+            return route.state.table.store(route.layer, rows, plan, valid, after)
 
     def attend(
         self, layer: int, q: torch.Tensor, out: torch.Tensor, params: AttendParams, after: Fence = DONE
@@ -264,12 +265,13 @@ class Store:
         route = self._route(layer)
         plan = self._current(route)
         _check_attend(plan, q, out, params)
+        op = "attend_decode" if self._decode else "attend_prefill"
+        self.op_counts[op] += 1
         table = route.state.table
-        if self._decode:
-            self.op_counts["attend_decode"] += 1
-            return table.attend_decode(route.layer, q, out, plan, params, after)
-        self.op_counts["attend_prefill"] += 1
-        return table.attend_prefill(route.layer, q, out, plan, params, after)
+        with torch.no_grad():
+            if self._decode:
+                return table.attend_decode(route.layer, q, out, plan, params, after)
+            return table.attend_prefill(route.layer, q, out, plan, params, after)
 
     def load(self, layer: int, slots: torch.Tensor, out: Mapping[str, torch.Tensor], after: Fence = DONE) -> Fence:
         """Fill ``out[name][N, H, D]`` from ``slots [N]`` (any integer dtype) of a model layer; −1 gives zeros."""
@@ -277,7 +279,8 @@ class Store:
         ids = int64_tensor(slots, self._device)
         _check_load(route.state, ids, out)
         self.op_counts["load"] += 1
-        return route.state.table.load(route.layer, ids, out, after)
+        with torch.no_grad():
+            return route.state.table.load(route.layer, ids, out, after)
 
     def close(self) -> None:
         """Give the memory back. Idempotent; the store is of no use afterwards."""

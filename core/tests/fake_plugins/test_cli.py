@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from kvcore import __version__
 from kvcore.cli.main import main
 from kvcore.errors import ConfigError
@@ -153,6 +154,7 @@ def test_logs_are_configured_by_checked_variables(monkeypatch: pytest.MonkeyPatc
 
 def test_logs_go_to_stderr(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     import structlog
+
     from kvcore.cli.boot import configure_logging
 
     configure_logging({"KVCORE_LOG_JSON": "1", "KVCORE_LOG_LEVEL": "warning"})

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+
 from kvcore.config import Config
 from kvcore.contract import CONTRACT
 from kvcore.errors import ConfigError, PluginError

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
 from kvcore.errors import ConfigError, PluginError, UnsupportedError
 from kvcore.plugins import load_plugins
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
+
 from kvcore.layout import Axis, BlockOf, Field, Layout, Region, SpaceSpec, UnitRange, padding, region
 
 PAGES = (UnitRange("pages", "full"),)

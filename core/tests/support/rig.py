@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from kvcore.builtin.formats import PLAIN_FORMATS
 from kvcore.builtin.kernels_reference import REFERENCE_KERNELS
 from kvcore.builtin.kernels_torch import TORCH_KERNELS

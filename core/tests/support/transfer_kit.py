@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from kvcore.contract import Arena, PeerConnection, ReadHandle, ReadJob
 from kvcore.errors import PeerLostError, ProtocolError, TransferError, UnsupportedError
 from kvcore.layout import Axis, Field, Layout, SpaceSpec, UnitRange, region
@@ -252,7 +253,8 @@ class Net:
                         read.finish()
                         moving = True
                 self.receivers[peer].tick()
-        self.collect()
+                self.collect()
+                moving = moving or bool(self.up[peer])
 
     def tick(self, seconds: float = 0.0) -> None:
         self.clock.now += seconds

@@ -38,7 +38,9 @@ class _Workspace:
         need = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < need:
-            buffer = self._buffers[name] = torch.empty(need + need // 4, dtype=torch.uint8)
+            # Memory made in inference mode could never be written outside of it.
+            with torch.inference_mode(False):
+                buffer = self._buffers[name] = torch.empty(need + need // 4, dtype=torch.uint8)
         return buffer[:need].view(dtype).view(shape)
 
 

@@ -61,13 +61,14 @@ class PlainFormat(Format):
             raise ConfigError(
                 "no layer of the group is on this rank", group=group.prefix, layers=group.layers, shard=shard.layers
             )
+        space = SpaceSpec(group.name, group.space, "page", page_size, group.space_options)
         return Layout(
             format=self.name,
             revision=self.revision,
             group=group.prefix,
             layers=layers,
             regions=tuple(self._region(group, tensor, page_size, shard) for tensor in group.tensors),
-            spaces=(SpaceSpec(group.name, group.space, "page", page_size, group.space_options),),
+            spaces=(space,),
             ranges=(UnitRange(RANGE, group.name),),
             arena=arena,
         )

@@ -16,6 +16,14 @@ from kvcore.spec import LayerGroup
 from kvcore.tensors import int64_tensor
 
 
+def _kept(slots: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor | None:
+    """Indices of the rows that are written, or None for all of them."""
+    if valid is None and (not slots.numel() or int(slots.min()) >= 0):
+        return None
+    keep = slots >= 0
+    return (keep if valid is None else keep & valid).nonzero().squeeze(1)
+
+
 class TorchStore(Kernel):
     """One indexed write a tensor."""
 
@@ -42,8 +50,7 @@ class TorchStore(Kernel):
             after.wait()
             # Nothing derived from slots outlives the call: a copy could name units that changed hands since.
             slots = plan.slots
-            keep = slots >= 0 if valid is None else (slots >= 0) & valid
-            some = None if bool(keep.all()) else keep.nonzero().squeeze(1)
+            some = _kept(slots, valid)
             if some is not None:
                 slots = slots[some]
             units, offsets = slots // plan.page_size, slots % plan.page_size
@@ -80,14 +87,11 @@ class TorchLoad(Kernel):
 
         def load(layer: int, slots: torch.Tensor, out: Mapping[str, torch.Tensor], after: Fence = DONE) -> Fence:
             after.wait()
-            ids = int64_tensor(slots)
-            dropped = (ids < 0).nonzero().squeeze(1)
-            ids = ids.clamp(min=0)
+            # −1 becomes a slot of the null unit, which holds zeros.
+            ids = int64_tensor(slots).clamp(min=0)
             units, offsets = ids // page_size, ids % page_size
             for name, tensor in tensors:
                 out[name].copy_(tensor.tokens[layer][units, offsets])
-                if len(dropped):
-                    out[name].index_fill_(0, dropped, 0)
             return DONE
 
         return load

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 
-from kvcore.contract import PeerConnection, ReadHandle, ReadJob
+from kvcore.contract import PeerConnection
 from kvcore.errors import (
     DuplicateRequestError,
     HandshakeError,
     KVCoreError,
-    LayoutError,
     PeerLostError,
     ProtocolError,
     RequestError,
@@ -30,6 +27,7 @@ from kvcore.errors import (
 )
 from kvcore.layout import Int64Array
 from kvcore.transfer import control
+from kvcore.transfer.incoming import Incoming, Read, check_tables, read_jobs, terminal
 from kvcore.transfer.manifest import Manifest, PeerPlan, check_protocol, decode_manifest, plan_peer
 from kvcore.transfer.payload import Payload
 from kvcore.transfer.session import (
@@ -43,6 +41,7 @@ from kvcore.transfer.session import (
     Session,
     TransferOptions,
     add_bytes,
+    left,
 )
 
 _log = structlog.get_logger("kvcore.transfer.receiver")
@@ -52,37 +51,6 @@ SENDER: Peer = b""
 
 Verify = Callable[[tuple[Payload, ...], dict[str, int]], None]
 """``verify(destination units, checksums)`` raises TransferError where what has landed is not what was offered."""
-
-
-@dataclass
-class _Read:
-    """One offer being pulled."""
-
-    offer: control.Offer
-    handle: ReadHandle
-    nbytes: dict[str, int]
-    landed: tuple[Payload, ...]
-    started_at: float
-
-
-@dataclass
-class _Incoming:
-    """One ask that is not over."""
-
-    request: str
-    attempt: int
-    start: int
-    stop: int
-    tables: dict[tuple[str, str], Int64Array]
-    missing: dict[tuple[str, str, str], npt.NDArray[np.bool_]]
-    next_seq: int = 0
-    tokens: int = 0
-    complete: bool = False
-    reads: list[_Read] = field(default_factory=list)
-    nbytes: dict[str, int] = field(default_factory=dict)
-    asked_commit_at: float | None = None
-    error: KVCoreError | None = None
-    failed_at: float = 0.0
 
 
 class ReceiverSession(Session[ReceiveEvent]):
@@ -117,8 +85,8 @@ class ReceiverSession(Session[ReceiveEvent]):
         self._sender = ""
         self._heard_at = self._sent_at = clock()
         self._attempts = 0
-        self._requests: dict[str, _Incoming] = {}
-        self._orphans: list[tuple[_Incoming, list[_Read]]] = []
+        self._requests: dict[str, Incoming] = {}
+        self._orphans: list[tuple[Incoming, list[Read]]] = []
         self.bytes_read = 0
         self.copy_seconds = 0.0
 
@@ -159,9 +127,9 @@ class ReceiverSession(Session[ReceiveEvent]):
             raise DuplicateRequestError("request is being received already", request=request)
         if not 0 <= start <= stop:
             raise RequestError("not a token range", request=request, start=start, stop=stop)
-        taken, missing = self._check_tables(self.plan, request, tables, complete=start < stop)
+        taken, missing = check_tables(self.plan, request, tables, complete=start < stop)
         self._attempts += 1
-        self._requests[request] = _Incoming(request, self._attempts, start, stop, taken, missing)
+        self._requests[request] = Incoming(request, self._attempts, start, stop, taken, missing)
         self._post(control.Ask(**self._address(), request=request, attempt=self._attempts, start=start, stop=stop))
         return self._attempts
 
@@ -202,9 +170,7 @@ class ReceiverSession(Session[ReceiveEvent]):
             self._end(_handshake_error(message.error.unpack()))
             return
         if isinstance(message, control.Bye):
-            error = message.error.unpack()
-            ended = error if isinstance(error, ProtocolError | PeerLostError) else PeerLostError(error.message)
-            self._end(ended)
+            self._end(left(message, self._sender))
             return
         if self.plan is None or message.src != self._sender:
             _log.warning("message of another instance refused", expected=self._sender, got=message.src)
@@ -312,30 +278,8 @@ class ReceiverSession(Session[ReceiveEvent]):
         self._heard_at = self._clock()
         self.plan = plan
 
-    def _check_tables(
-        self, plan: PeerPlan, request: str, tables: Mapping[tuple[str, str], Int64Array], *, complete: bool
-    ) -> tuple[dict[tuple[str, str], Int64Array], dict[tuple[str, str, str], npt.NDArray[np.bool_]]]:
-        known = dict(plan.ranges())
-        if not set(tables) <= set(known) or (complete and set(tables) != set(known)):
-            raise RequestError(
-                "tables do not name the ranges of the cache",
-                request=request,
-                expected=sorted(known),
-                got=sorted(tables),
-            )
-        taken, missing = {}, {}
-        for key, table in tables.items():
-            taken[key] = np.array(table, np.int64, copy=True).reshape(-1)
-            try:
-                plan.check_destination(*key, taken[key])
-            except LayoutError as error:
-                raise RequestError(error.message, request=request, **error.fields) from error
-            for component in known[key]:
-                missing[*key, component] = taken[key] >= 0
-        return taken, missing
-
     def _about(
-        self, record: _Incoming, message: control.Offer | control.Commit | control.Expired | control.Abort
+        self, record: Incoming, message: control.Offer | control.Commit | control.Expired | control.Abort
     ) -> None:
         try:
             match message:
@@ -354,7 +298,7 @@ class ReceiverSession(Session[ReceiveEvent]):
         except TransferError as error:
             self._fail(record, error)
 
-    def _offered(self, record: _Incoming, offer: control.Offer) -> None:
+    def _offered(self, record: Incoming, offer: control.Offer) -> None:
         if record.complete or offer.seq != record.next_seq or offer.start != record.tokens or offer.stop < offer.start:
             raise ProtocolError(
                 "offers do not follow one another", request=record.request, seq=offer.seq, start=offer.start,
@@ -369,62 +313,20 @@ class ReceiverSession(Session[ReceiveEvent]):
                 "the sender sends checksums and nothing here can verify them", request=record.request,
                 remedy="configure checksums on both sides or on neither",
             )  # fmt: skip
-        jobs, nbytes, landed = self._jobs(record, offer)
+        assert self.plan is not None
+        assert self.connection is not None
+        jobs, nbytes, landed = read_jobs(self.plan, record, offer)
         record.next_seq += 1
         record.tokens = offer.stop
         record.complete = offer.last
         if jobs:
-            assert self.connection is not None
             handle = self.connection.read(jobs)
-            record.reads.append(_Read(offer, handle, nbytes, landed, self._clock()))
+            record.reads.append(Read(offer, handle, nbytes, landed, self._clock()))
         else:
             self._landed(record, offer, {})
         self._maybe_ask_commit(record)
 
-    def _jobs(
-        self, record: _Incoming, offer: control.Offer
-    ) -> tuple[list[ReadJob], dict[str, int], tuple[Payload, ...]]:
-        """What to read for an offer: jobs, logical bytes by component, and the destination units."""
-        plan = self.plan
-        assert plan is not None
-        merged: dict[tuple[str, str, int, bytes], tuple[str, ...]] = {}
-        for payload in offer.payloads:
-            key = (payload.group, payload.range, payload.first, payload.units)
-            merged[key] = merged.get(key, ()) + payload.components
-        jobs: list[ReadJob] = []
-        nbytes: dict[str, int] = {}
-        landed = []
-        for (group, range_name, first, units), components in merged.items():
-            programs = plan.split(group, range_name, components)
-            source = np.frombuffer(units, "<i8").astype(np.int64, copy=False)
-            plan.check_source(group, range_name, components, source)
-            table = record.tables.get((group, range_name))
-            if table is None or not source.size or (not table.size and record.start == record.stop):
-                continue
-            if first + source.size > table.size:
-                raise ProtocolError(
-                    "offer of units beyond the ask", request=record.request, group=group, range=range_name,
-                    expected=table.size, got=first + source.size,
-                )  # fmt: skip
-            span = slice(first, first + source.size)
-            wanted = table[span] >= 0
-            for component in components:
-                left = record.missing[group, range_name, component]
-                if not left[span][wanted].all():
-                    raise ProtocolError(
-                        "a unit is offered twice", request=record.request, group=group, range=range_name
-                    )
-                left[span] = False
-            destination = table[span][wanted]
-            if not destination.size:
-                continue
-            landed.append(Payload.of(group, range_name, components, first, destination))
-            for moved, program in programs:
-                jobs.append(ReadJob(group, program, source[wanted], destination))
-                add_bytes(nbytes, {name: program.unit_bytes[name] * int(destination.size) for name in moved})
-        return jobs, nbytes, tuple(landed)
-
-    def _landed(self, record: _Incoming, offer: control.Offer, nbytes: dict[str, int]) -> None:
+    def _landed(self, record: Incoming, offer: control.Offer, nbytes: dict[str, int]) -> None:
         add_bytes(record.nbytes, nbytes)
         self._post(
             control.Pulled(
@@ -445,12 +347,12 @@ class ReceiverSession(Session[ReceiveEvent]):
                     self._maybe_ask_commit(record)
         for orphan in list(self._orphans):
             record, reads = orphan
-            reads[:] = [read for read in reads if not _terminal(read.handle)]
+            reads[:] = [read for read in reads if not terminal(read.handle)]
             if not reads:
                 self._orphans.remove(orphan)
                 self._events.append(ReceiveQuiet(record.request, record.attempt))
 
-    def _poll_read(self, record: _Incoming, read: _Read) -> None:
+    def _poll_read(self, record: Incoming, read: Read) -> None:
         try:
             if not read.handle.poll():
                 return
@@ -471,29 +373,29 @@ class ReceiverSession(Session[ReceiveEvent]):
             return
         self._landed(record, read.offer, read.nbytes)
 
-    def _maybe_ask_commit(self, record: _Incoming) -> None:
+    def _maybe_ask_commit(self, record: Incoming) -> None:
         if not record.complete or record.reads or record.asked_commit_at is not None:
             return
-        for (group, range_name, component), left in record.missing.items():
-            if left.any():
+        for (group, range_name, component), lacking in record.missing.items():
+            if lacking.any():
                 self._fail(
                     record,
                     TransferError(
                         "the sender did not offer every unit asked for", request=record.request, group=group,
-                        range=range_name, component=component, first_missing=int(np.flatnonzero(left)[0]),
-                        missing=int(left.sum()),
+                        range=range_name, component=component, first_missing=int(np.flatnonzero(lacking)[0]),
+                        missing=int(lacking.sum()),
                     ),
                 )  # fmt: skip
                 return
         self._ask_commit(record)
 
-    def _ask_commit(self, record: _Incoming) -> None:
+    def _ask_commit(self, record: Incoming) -> None:
         record.asked_commit_at = self._clock()
         self._post(
             control.PulledAll(**self._address(), request=record.request, attempt=record.attempt, nbytes=record.nbytes)
         )
 
-    def _committed(self, record: _Incoming, commit: control.Commit) -> None:
+    def _committed(self, record: Incoming, commit: control.Commit) -> None:
         got = (commit.num_tokens, commit.num_offers, commit.nbytes)
         if record.asked_commit_at is None or got != (record.stop, record.next_seq, record.nbytes):
             raise ProtocolError(
@@ -513,7 +415,7 @@ class ReceiverSession(Session[ReceiveEvent]):
             )
         )
 
-    def _fail(self, record: _Incoming, error: KVCoreError, *, tell: bool = True) -> None:
+    def _fail(self, record: Incoming, error: KVCoreError, *, tell: bool = True) -> None:
         if record.error is not None:
             return
         record.error = error
@@ -529,8 +431,10 @@ class ReceiverSession(Session[ReceiveEvent]):
             )
         self._settle(record)
 
-    def _settle(self, record: _Incoming) -> None:
+    def _settle(self, record: Incoming) -> None:
         """Report a failed request once its reads are quiet, or once they had their time."""
+        if self._requests.get(record.request) is not record:
+            return  # reported already
         if not record.reads:
             self._report(record, quiet=True)
         elif self._clock() - record.failed_at >= self.options.quiesce_s:
@@ -542,7 +446,7 @@ class ReceiverSession(Session[ReceiveEvent]):
                 )
                 self._end(error, tell=True)
 
-    def _report(self, record: _Incoming, *, quiet: bool) -> None:
+    def _report(self, record: Incoming, *, quiet: bool) -> None:
         assert record.error is not None
         del self._requests[record.request]
         if not quiet:
@@ -556,13 +460,6 @@ class ReceiverSession(Session[ReceiveEvent]):
         self.failure = error if isinstance(error, TransferError) else TransferError(str(error))
         for record in list(self._requests.values()):
             self._fail(record, error, tell=False)
-
-
-def _terminal(handle: ReadHandle) -> bool:
-    try:
-        return handle.poll()
-    except TransferError:
-        return True
 
 
 def _handshake_error(error: KVCoreError) -> HandshakeError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -26,66 +25,24 @@ from kvcore.errors import (
 )
 from kvcore.transfer import control
 from kvcore.transfer.manifest import Manifest, check_peers, check_protocol, decode_manifest
+from kvcore.transfer.outgoing import Asker, Offered, Outgoing, PeerState, Pending, check_payloads
 from kvcore.transfer.payload import Payload
-from kvcore.transfer.session import Clock, Peer, SendDone, SendEvent, SendFailed, Session, TransferOptions, add_bytes
+from kvcore.transfer.session import (
+    Clock,
+    Peer,
+    SendDone,
+    SendEvent,
+    SendFailed,
+    Session,
+    TransferOptions,
+    add_bytes,
+    left,
+)
 
 _log = structlog.get_logger("kvcore.transfer.sender")
 
-_MAX_OFFER_BYTES = control.MAX_MESSAGE_BYTES // 2
-
-
-@dataclass
-class _Peer:
-    """A receiver that has said hello."""
-
-    instance: str
-    heard_at: float
-    sent_at: float
-
-
-@dataclass(frozen=True)
-class _Asker:
-    peer: Peer
-    attempt: int
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """An ask for a request that is not begun yet."""
-
-    asker: _Asker
-    start: int
-    stop: int
-    asked_at: float
-
-
-@dataclass(frozen=True)
-class _Offered:
-    start: int
-    stop: int
-    payloads: tuple[Payload, ...]
-    last: bool
-    checksums: dict[str, int]
-
-
-@dataclass
-class _Outgoing:
-    """A request that was begun and is not over."""
-
-    request: str
-    num_tokens: int
-    offers: list[_Offered] = field(default_factory=list)
-    offered_tokens: int = 0
-    ends: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    complete: bool = False
-    engine_data: bytes = b""
-    asker: _Asker | None = None
-    sent: int = 0
-    pulled: set[int] = field(default_factory=set)
-    nbytes: dict[str, int] = field(default_factory=dict)
-    early: int | None = None
-    lease_ends: float | None = None
-    committed: bool = False
+_MAX_UNASKED = 4096
+"""Most ended requests remembered for asks that come too late."""
 
 
 class SenderSession(Session[SendEvent]):
@@ -98,9 +55,10 @@ class SenderSession(Session[SendEvent]):
         self.manifest = manifest
         self._manifest_bytes = manifest.encode()
         self._components = frozenset(c for layout in manifest.layouts.values() for c in layout.components)
-        self._peers: dict[Peer, _Peer] = {}
-        self._requests: dict[str, _Outgoing] = {}
-        self._pending: dict[str, _Pending] = {}
+        self._peers: dict[Peer, PeerState] = {}
+        self._requests: dict[str, Outgoing] = {}
+        self._pending: dict[str, Pending] = {}
+        self._unasked: dict[str, KVCoreError] = {}
 
     # --- the engine's calls ---
 
@@ -114,7 +72,8 @@ class SenderSession(Session[SendEvent]):
             raise RequestError("a prompt cannot have a negative length", request=request, got=num_tokens)
         if request in self._requests:
             raise DuplicateRequestError("request is being sent already", request=request)
-        record = self._requests[request] = _Outgoing(request, num_tokens)
+        self._unasked.pop(request, None)
+        record = self._requests[request] = Outgoing(request, num_tokens)
         pending = self._pending.pop(request, None)
         if pending is not None:
             self._attach(record, pending.asker, pending.start, pending.stop)
@@ -154,9 +113,9 @@ class SenderSession(Session[SendEvent]):
                 got_bytes=len(engine_data),
                 last=last,
             )
-        ends = self._check_payloads(record, payloads)
+        ends = check_payloads(self.manifest, record, payloads)
         record.ends.update(ends)
-        record.offers.append(_Offered(start, stop, tuple(payloads), last, dict(checksums or {})))
+        record.offers.append(Offered(start, stop, tuple(payloads), last, dict(checksums or {})))
         record.offered_tokens = stop
         if last:
             record.complete = True
@@ -206,7 +165,7 @@ class SenderSession(Session[SendEvent]):
         state.heard_at = self._clock()
         match message:
             case control.Ask():
-                self._ask(_Asker(peer, message.attempt), message)
+                self._ask(Asker(peer, message.attempt), message)
             case control.Pulled():
                 self._pulled(peer, message)
             case control.PulledAll():
@@ -218,7 +177,7 @@ class SenderSession(Session[SendEvent]):
             case control.Heartbeat():
                 self._renew(peer, message)
             case control.Bye():
-                self._drop(peer, PeerLostError(f"the receiver left: {message.error.message}", instance=state.instance))
+                self._drop(peer, left(message, state.instance))
             case _:
                 self.broken(peer, ProtocolError("message is not for a sender", type=type(message).__name__))
 
@@ -227,7 +186,7 @@ class SenderSession(Session[SendEvent]):
         _log.warning("bad control message", peer=peer.hex(), error=error.as_dict())
         request, attempt = error.fields.get("request"), error.fields.get("attempt")
         record = self._requests.get(request) if isinstance(request, str) else None
-        if record is not None and record.asker == _Asker(peer, int(attempt or 0)):
+        if record is not None and record.asker == Asker(peer, int(attempt or 0)):
             self._fail(record, error)
             return
         state = self._peers.get(peer)
@@ -284,42 +243,11 @@ class SenderSession(Session[SendEvent]):
 
     # --- inside ---
 
-    def _known(self, request: str) -> _Outgoing:
+    def _known(self, request: str) -> Outgoing:
         record = self._requests.get(request)
         if record is None:
             raise UnknownRequestError("request is not being sent", request=request)
         return record
-
-    def _check_payloads(self, record: _Outgoing, payloads: Sequence[Payload]) -> dict[tuple[str, str, str], int]:
-        ends: dict[tuple[str, str, str], int] = {}
-        if sum(len(payload.units) for payload in payloads) > _MAX_OFFER_BYTES:
-            raise RequestError("too many units for one offer", request=record.request, remedy="offer in smaller chunks")
-        for payload in payloads:
-            layout = self.manifest.layouts.get(payload.group)
-            if layout is None or not set(payload.components) <= set(layout.components):
-                raise RequestError(
-                    "payload of components that are not in the manifest",
-                    request=record.request,
-                    group=payload.group,
-                    components=payload.components,
-                )
-            if not payload.num_units:
-                continue
-            for component in payload.components:
-                key = (payload.group, payload.range, component)
-                end = ends.get(key, record.ends.get(key, 0))
-                if payload.first < end:
-                    raise RequestError(
-                        "a unit is offered twice",
-                        request=record.request,
-                        group=payload.group,
-                        range=payload.range,
-                        component=component,
-                        expected=end,
-                        got=payload.first,
-                    )
-                ends[key] = payload.stop
-        return ends
 
     def _post(self, peer: Peer, message: control.AnyMessage) -> None:
         state = self._peers.get(peer)
@@ -327,10 +255,10 @@ class SenderSession(Session[SendEvent]):
             state.sent_at = self._clock()
         self._outbox.append((peer, message))
 
-    def _address(self, asker: _Asker) -> dict[str, str]:
+    def _address(self, asker: Asker) -> dict[str, str]:
         return {"src": self.instance, "dst": self._peers[asker.peer].instance}
 
-    def _tell(self, request: str, asker: _Asker, error: KVCoreError) -> None:
+    def _tell(self, request: str, asker: Asker, error: KVCoreError) -> None:
         if asker.peer not in self._peers:
             return
         if isinstance(error, TransferExpiredError):
@@ -343,9 +271,13 @@ class SenderSession(Session[SendEvent]):
             ),
         )
 
-    def _fail(self, record: _Outgoing, error: KVCoreError, *, tell: bool = True) -> None:
+    def _fail(self, record: Outgoing, error: KVCoreError, *, tell: bool = True) -> None:
         del self._requests[record.request]
-        if tell and record.asker is not None:
+        if record.asker is None:
+            self._unasked[record.request] = error  # so that an ask still on its way need not wait for a second begin
+            while len(self._unasked) > _MAX_UNASKED:
+                del self._unasked[next(iter(self._unasked))]
+        elif tell:
             self._tell(record.request, record.asker, error)
         self._events.append(SendFailed(record.request, error))
 
@@ -371,10 +303,10 @@ class SenderSession(Session[SendEvent]):
             self._post(peer, control.Refused(**address, error=control.WireError.of(error)))
             return
         now = self._clock()
-        self._peers[peer] = _Peer(message.src, heard_at=now, sent_at=now)
+        self._peers[peer] = PeerState(message.src, heard_at=now, sent_at=now)
         self._post(peer, control.Welcome(**address, protocol=self.manifest.protocol, manifest=self._manifest_bytes))
 
-    def _ask(self, asker: _Asker, message: control.Ask) -> None:
+    def _ask(self, asker: Asker, message: control.Ask) -> None:
         record, pending = self._requests.get(message.request), self._pending.get(message.request)
         holder = record.asker if record is not None else pending.asker if pending is not None else None
         if holder == asker:
@@ -384,10 +316,12 @@ class SenderSession(Session[SendEvent]):
             self._tell(message.request, asker, error)
         elif record is not None:
             self._attach(record, asker, message.start, message.stop)
+        elif message.request in self._unasked:
+            self._tell(message.request, asker, self._unasked.pop(message.request))
         else:
-            self._pending[message.request] = _Pending(asker, message.start, message.stop, self._clock())
+            self._pending[message.request] = Pending(asker, message.start, message.stop, self._clock())
 
-    def _attach(self, record: _Outgoing, asker: _Asker, start: int, stop: int) -> None:
+    def _attach(self, record: Outgoing, asker: Asker, start: int, stop: int) -> None:
         if not start <= stop == record.num_tokens:
             error = TransferError(
                 "ask does not fit the prompt",
@@ -402,7 +336,7 @@ class SenderSession(Session[SendEvent]):
         self._renew_lease(record)
         self._push(record)
 
-    def _push(self, record: _Outgoing) -> None:
+    def _push(self, record: Outgoing) -> None:
         asker = record.asker
         if asker is None:
             return
@@ -424,11 +358,11 @@ class SenderSession(Session[SendEvent]):
             )
         record.sent = len(record.offers)
 
-    def _held(self, peer: Peer, request: str, attempt: int) -> _Outgoing | None:
+    def _held(self, peer: Peer, request: str, attempt: int) -> Outgoing | None:
         record = self._requests.get(request)
-        return record if record is not None and record.asker == _Asker(peer, attempt) else None
+        return record if record is not None and record.asker == Asker(peer, attempt) else None
 
-    def _renew_lease(self, record: _Outgoing) -> None:
+    def _renew_lease(self, record: Outgoing) -> None:
         if record.lease_ends is not None:
             record.lease_ends = self._clock() + self.options.lease_s
 
@@ -450,7 +384,7 @@ class SenderSession(Session[SendEvent]):
         self._renew_lease(record)
 
     def _pulled_all(self, peer: Peer, message: control.PulledAll) -> None:
-        asker = _Asker(peer, message.attempt)
+        asker = Asker(peer, message.attempt)
         record = self._held(peer, message.request, message.attempt)
         if record is None:
             self._post(peer, control.Expired(**self._address(asker), request=message.request, attempt=message.attempt))
@@ -492,7 +426,7 @@ class SenderSession(Session[SendEvent]):
 
     def _aborted(self, peer: Peer, message: control.Abort) -> None:
         pending = self._pending.get(message.request)
-        if pending is not None and pending.asker == _Asker(peer, message.attempt):
+        if pending is not None and pending.asker == Asker(peer, message.attempt):
             del self._pending[message.request]
         record = self._held(peer, message.request, message.attempt)
         if record is not None:
@@ -500,7 +434,7 @@ class SenderSession(Session[SendEvent]):
 
     def _renew(self, peer: Peer, message: control.Heartbeat) -> None:
         for item in message.renew:
-            asker = _Asker(peer, item.attempt)
+            asker = Asker(peer, item.attempt)
             pending = self._pending.get(item.request)
             record = self._held(peer, item.request, item.attempt)
             if record is not None:

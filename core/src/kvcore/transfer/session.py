@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvcore.errors import ConfigError, KVCoreError
-from kvcore.transfer.control import AnyMessage
+from kvcore.errors import ConfigError, KVCoreError, PeerLostError, ProtocolError, TransferError
+from kvcore.transfer.control import AnyMessage, Bye
 
 
 @dataclass(frozen=True)
@@ -165,3 +165,11 @@ def add_bytes(total: dict[str, int], more: dict[str, int]) -> None:
     """Add byte counts by component into ``total``."""
     for component, count in more.items():
         total[component] = total.get(component, 0) + count
+
+
+def left(message: Bye, instance: str) -> TransferError:
+    """What a goodbye means for the requests of the peer that said it: it is lost, or found the messages broken."""
+    error = message.error.unpack()
+    if isinstance(error, ProtocolError | PeerLostError):
+        return error
+    return PeerLostError(f"the peer left: {error.message}", instance=instance)

@@ -238,6 +238,7 @@ class ShmConnection(PeerConnection):
 
     def read(self, jobs: Sequence[ReadJob]) -> ReadHandle:
         """Start pulling. Every id is checked before any byte moves."""
+        self._check_open()
         copies = []
         for job in jobs:
             mapped, local = self._maps.get(job.group), self._local.get(job.group)
@@ -255,12 +256,19 @@ class ShmConnection(PeerConnection):
                     raise TransferError("arena is smaller than the plan", group=job.group, side=side, expected=need)
             copies.append((job, mapped.array, local))
         with self._lock:
-            if self._closed or not self._alive:
-                raise PeerLostError("the connection is closed")
+            self._check_open()
             self._in_flight += 1
         task = CopyTask(copies, self._finished)
         self._copier.submit(task)
         return task
+
+    def _check_open(self) -> None:
+        if self._closed or not self._alive:
+            raise PeerLostError("the connection is closed")
+
+    def peek(self, group: str) -> npt.NDArray[np.uint8]:
+        """The peer's arena of a group, read-only ``uint8 [nbytes]``; valid until :meth:`close`. For inspection."""
+        return self._maps[group].array
 
     def _finished(self) -> None:
         with self._lock:

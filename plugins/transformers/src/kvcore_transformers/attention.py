@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
 from kvcore.cache import Step
 from kvcore.contract import AttendParams
 from kvcore.errors import RequestError, UnsupportedError
-from transformers import AttentionInterface
-from transformers.cache_utils import Cache
 
 ATTENTION = "kvcore_paged"
 """Name of the attention implementation, for ``model.set_attn_implementation``."""

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
-from kvcore.errors import PeerLostError, ProtocolError
 
+from kvcore.errors import PeerLostError, ProtocolError
 from kvcore_transformers.requests import EngineStats, Event, GenerationRequest
 
 Role = Literal["prefill", "decode", "single", "plain"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import torch
+
 from kvcore.cache import KVCache, Step
 from kvcore.errors import (
     ConfigError,
@@ -30,7 +31,6 @@ from kvcore.peers import (
     SendFailed,
     SendSide,
 )
-
 from kvcore_transformers.attention import ATTENTION, PagedBatch
 from kvcore_transformers.requests import (
     AskedEvent,
@@ -177,7 +177,9 @@ class Engine:
     @torch.inference_mode()
     def _forward(self, step: Step, rows: tuple[Row, ...]) -> list[int]:
         """Compute the rows' new tokens, packed; return the greedy next token of each row."""
-        ids, positions, last = [], [], []
+        ids: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
         for sequence, count in rows:
             stop = sequence.computed + count
             ids += sequence.tokens[sequence.computed : stop]

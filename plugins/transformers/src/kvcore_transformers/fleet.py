@@ -50,6 +50,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
+                process_group=0,  # Ctrl-C in a terminal reaches the parent alone, which ends its workers
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
         except BaseException:
@@ -87,6 +88,7 @@ class Worker:
     def stop(self, grace_s: float = _STOP_S) -> None:
         """End the process: ask, then insist. Idempotent; returns when it is gone."""
         self.send(Stop())
+        self.ended = self.ended or PeerLostError(f"the {self.role} process was stopped", pid=self.pid)
         if self._wait(grace_s) is None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
@@ -131,6 +133,8 @@ class Fleet:
 
         Raises what ended the worker, or PeerLostError past the deadline.
         """
+        if worker.ended is not None:
+            raise worker.ended
         deadline = time.monotonic() + timeout_s
         others: list[Message] = []
         try:
@@ -150,7 +154,10 @@ class Fleet:
             for message in others:
                 self._inbox.put(message)
         raise PeerLostError(
-            f"the {worker.role} process did not answer in time", pid=worker.pid, waited_for=kind.__name__, seconds=timeout_s
+            f"the {worker.role} process did not answer in time",
+            pid=worker.pid,
+            waited_for=kind.__name__,
+            seconds=timeout_s,
         )
 
     def close(self) -> None:

@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
 from kvcore.cache import KVCache, Step
 from kvcore.errors import RequestError, UnsupportedError
 from kvcore.spec import LayerGroup
-from transformers.cache_utils import Cache, CacheLayerMixin
-
 from kvcore_transformers.loading import build_cache
 
 _names = itertools.count()
@@ -57,7 +57,8 @@ class KVCoreLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not
 
     def get_max_length(self) -> int:
         """Tokens a row can hold when it has the pool to itself."""
-        return self._owner.kvcache.token_capacity
+        capacity = self._owner.kvcache.token_capacity
+        return -1 if capacity is None else capacity
 
     def reset(self) -> None:
         """Forget all tokens, of every layer: they share their units."""
@@ -220,7 +221,7 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
             )
         step.load(layer, self._slots, out)
         batch = len(self._rows)
-        keys, values = (out[name].unflatten(0, (batch, -1)).transpose(1, 2) for name in ("k", "v"))
+        keys, values = (rows.view(batch, -1, *rows.shape[1:]).transpose(1, 2) for rows in (out["k"], out["v"]))
         return keys, values
 
     def _close_step(self) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 import torch
 import transformers
+
 from kvcore.cache import KVCache
 from kvcore.config import CacheConfig, Config, parse_bytes
 from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.layout import Layout
 from kvcore.plugins import load_plugins, resolve_plugins
 from kvcore.registry import Registry
-from kvcore.spec import ModelSpec
-
+from kvcore.spec import ModelSpec, Shard
 from kvcore_transformers import PLUGIN
 
 DTYPES: dict[torch.dtype, str] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -52,6 +53,15 @@ def load_tokenizer(directory: Path) -> Any:
         raise ConfigError("the tokenizer cannot be loaded", model=str(directory), cause=str(error)) from error
 
 
+def end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
+    """Token ids that end a text: what the model's generation settings say, else its configuration."""
+    found = getattr(config, "eos_token_id", None)
+    if (directory / "generation_config.json").is_file():
+        settings = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
+        found = found if settings.eos_token_id is None else settings.eos_token_id
+    return tuple(found) if isinstance(found, list | tuple) else () if found is None else (found,)
+
+
 def enabled(config: Config) -> Registry:
     """Load the plugins a configuration names or needs, and this one."""
     if PLUGIN.name not in config.plugins:
@@ -65,6 +75,23 @@ def model_spec(registry: Registry, config: Any, dtype: torch.dtype) -> ModelSpec
         raise UnsupportedError("the model computes in a dtype that has no plain format", dtype=str(dtype))
     spec = registry.model_adapter(config).spec(config)
     return msgspec.structs.replace(spec, dtype=DTYPES[dtype])
+
+
+def describe(config: Config, hf_config: Any, dtype: torch.dtype = torch.float32) -> tuple[Registry, dict[str, Layout]]:
+    """What a configuration comes to for a model, without allocating: the plugins and the layouts by group.
+
+    Raises UnsupportedError, ConfigError, LayoutError or PluginError for what cannot work.
+    """
+    registry = enabled(config)
+    spec = model_spec(registry, hf_config, dtype)
+    kv_format = registry.format(config.cache.format, **config.cache.format_options)
+    layouts = {}
+    for group in spec.groups:
+        kv_format.supports(group).require("the format cannot hold the model", format=kv_format.name, group=group.prefix)
+        layouts[group.prefix] = kv_format.layout(
+            group, page_size=config.cache.page_size, shard=Shard(), arena=config.cache.arena
+        )
+    return registry, layouts
 
 
 def cache_for(model: Any, config: Config) -> KVCache:

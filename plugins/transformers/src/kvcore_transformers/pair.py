@@ -34,7 +34,6 @@ from kvcore_transformers.requests import (
     Event,
     FailedEvent,
     GenerationRequest,
-    PrefilledEvent,
     ReceivedEvent,
     TokenEvent,
 )
@@ -100,15 +99,28 @@ class Pair:
         fleet: starts and ends the processes.
         setup: model, configuration, chunk.
         on_event: told of each event as it happens, for progress.
+        on_over: told the id of each request that is over.
     """
 
-    def __init__(self, fleet: Fleet, setup: Setup, on_event: Callable[[Event], None] | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        setup: Setup,
+        on_event: Callable[[Event], None] | None = None,
+        on_over: Callable[[str], None] | None = None,
+    ) -> None:
         self._fleet = fleet
         self._on_event = on_event or (lambda event: None)
+        self._on_over = on_over or (lambda request: None)
         self.prefill = fleet.start("prefill")
         self.decode = fleet.start("decode")
         for worker in (self.prefill, self.decode):
             worker.send(setup.message(worker.role))
+
+    @property
+    def workers(self) -> dict[str, int]:
+        """Process ids by role."""
+        return {str(worker.role): worker.pid for worker in (self.prefill, self.decode)}
 
     def connect(self) -> None:
         """Wait until both processes are ready and connected. Raises what stopped one of them."""
@@ -128,7 +140,10 @@ class Pair:
             if message is not None:
                 self._take(message.worker, message.body, outcomes)
         seconds = time.monotonic() - begun
-        stats = {worker.role: found for worker in (self.prefill, self.decode) if (found := self._stats(worker))}
+        stats: dict[str, EngineStats] = {}
+        for worker in (self.prefill, self.decode):
+            if (found := self._stats(worker)) is not None:
+                stats[worker.role] = found
         return ServedRun(outcomes, stats, seconds)
 
     def _take(self, worker: Worker, body: Any, outcomes: dict[str, Outcome]) -> None:
@@ -139,13 +154,16 @@ class Pair:
         elif isinstance(body, Happened):
             for event in body.events:
                 self._happened(worker, event, outcomes[event.request])
-                self._on_event(event)
 
     def _happened(self, worker: Worker, event: Event, outcome: Outcome) -> None:
+        if outcome.over:
+            return
         if isinstance(event, FailedEvent):
             self._failed(worker, outcome, event.exception())
-        elif worker is self.prefill or outcome.over:
             return
+        if worker is self.prefill:
+            return  # what it has done shows on the other side
+        self._on_event(event)
         match event:
             case AskedEvent():
                 self.prefill.send(Submit(outcome.request))
@@ -159,18 +177,20 @@ class Pair:
             case DoneEvent():
                 outcome.tokens = list(event.tokens)
                 outcome.finished = True
-            case PrefilledEvent() | FailedEvent():
-                pass
+                self._on_over(outcome.request.id)
 
     def _failed(self, worker: Worker, outcome: Outcome, error: KVCoreError) -> None:
         """A request failed in one process: the first reason stands, and the other process gives it up too."""
-        if outcome.over:
-            return
-        if worker is self.prefill and outcome.tokens:
-            return  # it has arrived and decodes; what the prefill side thinks of it no longer matters
-        outcome.error = error
+        if outcome.over or (worker is self.prefill and outcome.bytes_by_component):
+            return  # once it has arrived, what the prefill side thinks of it no longer matters
+        self._give_up(outcome, error)
         other = self.decode if worker is self.prefill else self.prefill
         other.send(Abort(outcome.request.id, error.message))
+
+    def _give_up(self, outcome: Outcome, error: KVCoreError) -> None:
+        outcome.error = error
+        self._on_event(FailedEvent(outcome.request.id, error.as_dict()))
+        self._on_over(outcome.request.id)
 
     def _lost(self, worker: Worker, error: KVCoreError, outcomes: dict[str, Outcome]) -> None:
         if worker is self.prefill:
@@ -178,7 +198,7 @@ class Pair:
             return
         for outcome in outcomes.values():
             if not outcome.over:
-                outcome.error = PeerLostError(error.message, request=outcome.request.id, **error.fields)
+                self._give_up(outcome, PeerLostError(error.message, **{**error.fields, "request": outcome.request.id}))
 
     def _stats(self, worker: Worker) -> EngineStats | None:
         worker.send(Tell())
@@ -190,23 +210,31 @@ class Pair:
 
 
 def serve_alone(
-    fleet: Fleet, worker: Worker, requests: Sequence[GenerationRequest], on_done: Callable[[str], None]
-) -> dict[str, tuple[int, ...]]:
-    """Have one process (``single`` or ``plain``, started) serve requests; tokens by id, without those that failed."""
-    fleet.expect(worker, Ready, START_S)
-    for request in requests:
-        worker.send(Submit(request))
-    tokens: dict[str, tuple[int, ...]] = {}
-    open_ids = {request.id for request in requests}
+    fleet: Fleet, workers: Sequence[Worker], requests: Sequence[GenerationRequest], on_over: Callable[[str], None]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Have each worker (``single`` or ``plain``, started) serve all requests by itself.
+
+    Returns, by role, tokens by request, without those that failed. Raises what ended a worker.
+    """
+    tokens: dict[str, dict[str, tuple[int, ...]]] = {worker.role: {} for worker in workers}
+    open_ids = {(worker.role, request.id) for worker in workers for request in requests}
     while open_ids:
-        body = fleet.expect(worker, Happened | Rejected, START_S)  # type: ignore[arg-type]
-        events = body.events if isinstance(body, Happened) else ()
-        if isinstance(body, Rejected):
-            open_ids.discard(body.request)
-        for event in events:
-            if isinstance(event, DoneEvent):
-                tokens[event.request] = event.tokens
-            if isinstance(event, DoneEvent | FailedEvent):
-                open_ids.discard(event.request)
-                on_done(event.request)
+        message = fleet.receive(1.0)
+        if message is None or message.worker not in workers:
+            continue
+        role, body = message.worker.role, message.body
+        if (error := message.worker.end_of(body)) is not None:
+            raise error
+        if isinstance(body, Ready):
+            for request in requests:
+                message.worker.send(Submit(request))
+        elif isinstance(body, Rejected):
+            open_ids.discard((role, body.request))
+        elif isinstance(body, Happened):
+            for event in body.events:
+                if isinstance(event, DoneEvent):
+                    tokens[role][event.request] = event.tokens
+                if isinstance(event, DoneEvent | FailedEvent):
+                    open_ids.discard((role, event.request))
+                    on_over(event.request)
     return tokens

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import transformers
-from kvcore.errors import KVCoreError, RequestError
 
+from kvcore.errors import KVCoreError, RequestError
 from kvcore_transformers.requests import DoneEvent, EngineStats, Event, FailedEvent, GenerationRequest
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+
 from kvcore.backup import RetractionHandle
 from kvcore.errors import KVCoreError, error_from_dict
 

@@ -54,6 +54,4 @@ def _retraction(name: str | None) -> dict[str, str | None]:
     return {"retraction.policy": "backup", "retraction.backend": name}
 
 
-COMMANDS = (
-    Command("run", "Serve prompts from a real model with a prefill process and a decode process.", run),
-)
+COMMANDS = (Command("run", "Serve prompts from a real model with a prefill process and a decode process.", run),)

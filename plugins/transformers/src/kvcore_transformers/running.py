@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from kvcore.config import Config, load_config
 from kvcore.errors import ConfigError, DuplicateRequestError, EmptyPromptError, KVCoreError
-from kvcore.sizing import allocated_bytes, units_for_memory
+from kvcore.sizing import token_capacity, units_for_memory
 from kvcore_transformers.fleet import Fleet
-from kvcore_transformers.pair import Outcome, Pair, ServedRun, Setup, serve_alone
+from kvcore_transformers.pair import Pair, ServedRun, Setup, serve_alone
 from kvcore_transformers.prompts import Prompt, read_prompts, shipped_prompts, tokenize
 from kvcore_transformers.report import RunReport, build_report, print_report
-from kvcore_transformers.requests import AskedEvent, DoneEvent, Event, FailedEvent, GenerationRequest, TokenEvent
+from kvcore_transformers.requests import Event, FailedEvent, GenerationRequest, ReceivedEvent, TokenEvent
 from kvcore_transformers.weights import ensure_model
 
 Refused = tuple[str, KVCoreError]
@@ -65,19 +65,24 @@ def execute(options: RunOptions, console: Console) -> RunReport:
     hf_config = loading.load_config(directory)
     tokenizer = loading.load_tokenizer(directory)
     config = _checked(config, hf_config, options.chunk, loading)
-    requests, refused = make_requests(prompts, tokenizer, hf_config, options.max_new_tokens)
+    requests, refused = make_requests(
+        prompts,
+        tokenizer,
+        vocab_size=hf_config.vocab_size,
+        max_new_tokens=options.max_new_tokens,
+        eos=loading.end_tokens(directory, hf_config),
+    )
     setup = Setup(str(directory), config, options.chunk)
     with Fleet() as fleet, _Display(console) as display:
-        pair = Pair(fleet, setup, display.event)
-        display.workers({worker.role: worker.pid for worker in (pair.prefill, pair.decode)})
+        pair = Pair(fleet, setup, display.event, display.advance)
+        display.workers(pair.workers)
         display.begin("starting two processes", 0)
         pair.connect()
         display.begin("serving", len(requests))
         served = pair.serve(requests)
-        workers = {worker.role: worker.pid for worker in (pair.prefill, pair.decode)}
         for worker in (pair.prefill, pair.decode):
             worker.stop()
-        references = _references(fleet, setup, served, hf_config, display)
+        references = _references(fleet, setup, served, hf_config, loading, display)
     return build_report(
         served,
         refused,
@@ -85,31 +90,29 @@ def execute(options: RunOptions, console: Console) -> RunReport:
         decode_text=_decoder(tokenizer),
         format=config.cache.format,
         transport=config.transfer.transport,
-        workers=workers,
+        workers=pair.workers,
     )
 
 
 def make_requests(
-    prompts: Sequence[Prompt], tokenizer: Any, hf_config: Any, max_new_tokens: int
+    prompts: Sequence[Prompt], tokenizer: Any, *, vocab_size: int, max_new_tokens: int, eos: tuple[int, ...]
 ) -> tuple[list[GenerationRequest], list[Refused]]:
     """Turn prompts into requests; what cannot be one is refused by itself, the others go on.
 
     A prompt with an id that an earlier line has is refused (the earlier one is served), and so is an empty one.
     """
-    eos = getattr(hf_config, "eos_token_id", None)
-    ends = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
     requests: dict[str, GenerationRequest] = {}
     refused: list[Refused] = []
     for prompt in prompts:
         try:
             if prompt.id in requests:
                 raise DuplicateRequestError("request id is in use; the first holder goes on", request=prompt.id)
-            ids = tokenize(prompt, tokenizer, hf_config.vocab_size)
+            ids = tokenize(prompt, tokenizer, vocab_size)
             if not ids:
                 raise EmptyPromptError(
                     "a prompt needs at least one token", request=prompt.id, remedy="begin it with a start token"
                 )
-            requests[prompt.id] = GenerationRequest(prompt.id, ids, prompt.max_new_tokens or max_new_tokens, ends)
+            requests[prompt.id] = GenerationRequest(prompt.id, ids, prompt.max_new_tokens or max_new_tokens, eos)
         except KVCoreError as error:
             refused.append((prompt.id, error))
     return list(requests.values()), refused
@@ -120,23 +123,106 @@ def _checked(config: Config, hf_config: Any, chunk: int, loading: Any) -> Config
     if chunk > config.cache.max_tokens:
         raise ConfigError("chunk out of range", chunk=chunk, max_tokens=config.cache.max_tokens)
     registry, layouts = loading.describe(config, hf_config)
-    registry.transport(config.transfer.transport, **config.transfer.options)
+    registry.transport(config.transfer.transport, **config.transfer.options).close()
     if config.retraction.policy == "backup":
-        registry.backup(config.retraction.backend, **config.retraction.options)
+        registry.backup(config.retraction.backend, **config.retraction.options).close()
     units_for_memory(layouts, config.cache.memory)
     return config
 
 
 def _references(
-    fleet: Fleet, setup: Setup, served: ServedRun, hf_config: Any, display: _Display
+    fleet: Fleet, setup: Setup, served: ServedRun, hf_config: Any, loading: Any, display: _Display
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Serve the requests that ended well again: with one kvcore process, and with plain transformers."""
     requests = [outcome.request for outcome in served.outcomes.values() if outcome.finished]
     if not requests:
         return {}
     single, plain = fleet.start("single"), fleet.start("plain")
-    single.send(setup.message("single", _roomy(setup.config, hf_config, requests)))
+    single.send(setup.message("single", _roomy(setup.config, hf_config, requests, loading)))
     plain.send(setup.message("plain"))
     display.begin("comparing with a single-process run and with plain transformers", 2 * len(requests))
-    found = {worker.role: serve_alone(fleet, worker, requests, display.advance) for worker in (single, plain)}
-    return dict(found)
+    return serve_alone(fleet, (single, plain), requests, display.advance)
+
+
+def _roomy(config: Config, hf_config: Any, requests: Sequence[GenerationRequest], loading: Any) -> Config:
+    """The same cache with room for all requests at once, so that nothing is retracted in the run compared with."""
+    _, layouts = loading.describe(config, hf_config)
+    page = config.cache.page_size
+    needed = sum(len(item.prompt) + item.max_new_tokens + 2 * page for item in requests)
+    memory = config.cache.memory
+    while (token_capacity(layouts, units_for_memory(layouts, memory)) or needed) < needed:
+        memory *= 2
+    return msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, memory=memory))
+
+
+def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    if tokenizer is None:
+        return lambda tokens: " ".join(map(str, tokens))
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt  # as Ctrl-C: the way out ends the processes
+
+
+class _Display:
+    """Progress on a console: bars on a terminal, plain lines elsewhere. A context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID | None = None
+        self._title = ""
+        self._total = 1
+        self._tokens = 0
+
+    def workers(self, pids: Mapping[str, int]) -> None:
+        """Say which processes were started."""
+        self._line(", ".join(f"{role} process {pid}" for role, pid in pids.items()))
+
+    def begin(self, title: str, total: int) -> None:
+        """The next part of the work; ``total`` 0 where it has no parts."""
+        if self._task is not None:
+            self._progress.update(self._task, completed=self._total, total=self._total)
+        self._title, self._total, self._tokens = title, total or 1, 0
+        self._task = self._progress.add_task(title, total=total or None)
+        if not self._console.is_terminal:
+            self._line(title)
+
+    def event(self, event: Event) -> None:
+        """Something happened to a request."""
+        if isinstance(event, TokenEvent):
+            self._tokens += 1
+            if self._task is not None:
+                self._progress.update(self._task, description=f"{self._title}: {self._tokens} tokens")
+        elif isinstance(event, FailedEvent):
+            self._line(f"{event.request} failed: {event.error['code']}: {event.error['message']}")
+        elif isinstance(event, ReceivedEvent) and not self._console.is_terminal:
+            self._line(f"{event.request} pulled")
+
+    def advance(self, request: str) -> None:
+        """One request is over."""
+        if self._task is not None:
+            self._progress.advance(self._task)
+        if not self._console.is_terminal:
+            self._line(f"{request} done")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, style="dim", highlight=False, markup=False)
+
+    def __enter__(self) -> _Display:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()

@@ -12,12 +12,14 @@ Rules, in this order:
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import structlog
+
 from kvcore.cache import KVCache, Step
 from kvcore.errors import (
     BackupError,
@@ -29,7 +31,6 @@ from kvcore.errors import (
     RequestError,
     UnknownRequestError,
 )
-
 from kvcore_transformers.requests import EngineStats, GenerationRequest, Sequence, State
 
 log = structlog.get_logger("kvcore.scheduler")
@@ -78,6 +79,8 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
         self._cache = cache
+        # A cache of state alone has no limit in tokens.
+        self._capacity = sys.maxsize if cache.token_capacity is None else cache.token_capacity
         self._chunk = chunk
         self._decodes = decodes
         self._receive = receive
@@ -106,12 +109,12 @@ class Scheduler:
             )
         if request.max_new_tokens < 1:
             raise RequestError("at least one token must be asked for", request=request.id, got=request.max_new_tokens)
-        if length > self._cache.token_capacity:
+        if length > self._capacity:
             raise PromptTooLongError(
                 "the prompt does not fit the cache, even alone",
                 request=request.id,
                 tokens=length,
-                capacity=self._cache.token_capacity,
+                capacity=self._capacity,
                 remedy="give the cache more memory",
             )
         if self._max_length and length + request.max_new_tokens > self._max_length:
@@ -211,7 +214,7 @@ class Scheduler:
             return False
         if not self._decodes:
             return self._cache.can_admit(tokens)
-        tokens = min(tokens + 1, self._cache.token_capacity)
+        tokens = min(tokens + 1, self._capacity)
         return self._cache.can_admit(tokens, headroom_tokens=self._page * active)
 
     def _start(self, sequence: Sequence) -> None:
@@ -313,7 +316,7 @@ class Scheduler:
 
     def _decode_batch(self) -> Batch | None:
         while self.running:
-            for sequence in [item for item in self.running if item.computed >= self._cache.token_capacity]:
+            for sequence in [item for item in self.running if item.computed >= self._capacity]:
                 self._fail(sequence, self._outgrown(sequence))
             if not self.running:
                 break
@@ -343,7 +346,7 @@ class Scheduler:
             "the request outgrew the cache: nothing else is left to retract",
             request=sequence.id,
             tokens=sequence.computed + 1,
-            capacity=self._cache.token_capacity,
+            capacity=self._capacity,
             generated=len(sequence.generated),
             remedy="give the cache more memory or ask for fewer tokens",
             **({"cause": str(cause)} if cause else {}),

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from kvcore.cache import KVCache
 from kvcore.config import Config
 from kvcore.errors import KVCoreError, ProtocolError, RequestError, UnknownRequestError
-
 from kvcore_transformers.channel import (
     Abort,
     Channel,
@@ -138,7 +138,7 @@ class Worker:
             self._engine = Engine(self._model, self._cache, chunk=start.chunk, sender=sender)
         elif start.role == "single":
             self._engine = Engine(self._model, self._cache, chunk=start.chunk)
-        self._channel.send(Ready(address, self._cache.token_capacity))
+        self._channel.send(Ready(address, self._cache.token_capacity or 0))
 
     def _connect(self, address: str) -> None:
         if self._start is None or self._cache is None or self._start.role != "decode":
@@ -172,7 +172,7 @@ class Worker:
 def main() -> int:
     """Entry point of the process."""
     worker = Worker(socket.socket(fileno=int(sys.argv[1])))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
+    signal.signal(signal.SIGINT, lambda number, frame: worker.stop())
     signal.signal(signal.SIGTERM, lambda number, frame: worker.stop())
     return worker.run()
 

@@ -1,0 +1,126 @@
+"""What a receiver remembers of an ask, and what it has to read for an offer (no I/O)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.contract import ReadHandle, ReadJob
+from kvcore.errors import KVCoreError, LayoutError, ProtocolError, RequestError, TransferError
+from kvcore.layout import Int64Array
+from kvcore.transfer import control
+from kvcore.transfer.manifest import PeerPlan
+from kvcore.transfer.payload import Payload
+from kvcore.transfer.session import add_bytes
+
+
+@dataclass
+class Read:
+    """One offer being pulled."""
+
+    offer: control.Offer
+    handle: ReadHandle
+    nbytes: dict[str, int]
+    landed: tuple[Payload, ...]
+    started_at: float
+
+
+@dataclass
+class Incoming:
+    """One ask that is not over."""
+
+    request: str
+    attempt: int
+    start: int
+    stop: int
+    tables: dict[tuple[str, str], Int64Array]
+    missing: dict[tuple[str, str, str], npt.NDArray[np.bool_]]
+    next_seq: int = 0
+    tokens: int = 0
+    complete: bool = False
+    reads: list[Read] = field(default_factory=list)
+    nbytes: dict[str, int] = field(default_factory=dict)
+    asked_commit_at: float | None = None
+    error: KVCoreError | None = None
+    failed_at: float = 0.0
+
+
+def check_tables(
+    plan: PeerPlan, request: str, tables: Mapping[tuple[str, str], Int64Array], *, complete: bool
+) -> tuple[dict[tuple[str, str], Int64Array], dict[tuple[str, str, str], npt.NDArray[np.bool_]]]:
+    """Check an ask's tables; return copies of them, and by ``(group, range, component)`` which units must arrive.
+
+    Raises RequestError for forgotten or foreign ranges, foreign or null units, and a unit named twice.
+    """
+    known = dict(plan.ranges())
+    if not set(tables) <= set(known) or (complete and set(tables) != set(known)):
+        raise RequestError(
+            "tables do not name the ranges of the cache",
+            request=request,
+            expected=sorted(known),
+            got=sorted(tables),
+        )
+    taken, missing = {}, {}
+    for key, table in tables.items():
+        taken[key] = np.array(table, np.int64, copy=True).reshape(-1)
+        try:
+            plan.check_destination(*key, taken[key])
+        except LayoutError as error:
+            raise RequestError(error.message, request=request, **error.fields) from error
+        for component in known[key]:
+            missing[*key, component] = taken[key] >= 0
+    return taken, missing
+
+
+def read_jobs(
+    plan: PeerPlan, record: Incoming, offer: control.Offer
+) -> tuple[list[ReadJob], dict[str, int], tuple[Payload, ...]]:
+    """What to read for an offer: jobs, logical bytes by component, and the destination units.
+
+    Raises ProtocolError for names and units that are not in the manifests, not in the ask, or offered before.
+    """
+    merged: dict[tuple[str, str, int, bytes], tuple[str, ...]] = {}
+    for payload in offer.payloads:
+        key = (payload.group, payload.range, payload.first, payload.units)
+        merged[key] = merged.get(key, ()) + payload.components
+    jobs: list[ReadJob] = []
+    nbytes: dict[str, int] = {}
+    landed = []
+    for (group, range_name, first, units), components in merged.items():
+        programs = plan.split(group, range_name, components)
+        source = np.frombuffer(units, "<i8").astype(np.int64, copy=False)
+        plan.check_source(group, range_name, components, source)
+        table = record.tables.get((group, range_name))
+        if table is None or not source.size or (not table.size and record.start == record.stop):
+            continue
+        if first + source.size > table.size:
+            raise ProtocolError(
+                "offer of units beyond the ask", request=record.request, group=group, range=range_name,
+                expected=table.size, got=first + source.size,
+            )  # fmt: skip
+        span = slice(first, first + source.size)
+        wanted = table[span] >= 0
+        for component in components:
+            lacking = record.missing[group, range_name, component]
+            if not lacking[span][wanted].all():
+                raise ProtocolError("a unit is offered twice", request=record.request, group=group, range=range_name)
+            lacking[span] = False
+        destination = table[span][wanted]
+        if not destination.size:
+            continue
+        landed.append(Payload.of(group, range_name, components, first, destination))
+        for moved, program in programs:
+            jobs.append(ReadJob(group, program, source[wanted], destination))
+            add_bytes(nbytes, {name: program.unit_bytes[name] * int(destination.size) for name in moved})
+    return jobs, nbytes, tuple(landed)
+
+
+def terminal(handle: ReadHandle) -> bool:
+    """Whether a read has ended, one way or the other."""
+    try:
+        return handle.poll()
+    except TransferError:
+        return True

@@ -1,0 +1,28 @@
+"""The documentation is executed: every python block of a page, top to bottom, in one namespace."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("docs/embedding.md",)
+LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_runs(page: str) -> None:
+    text = (ROOT / page).read_text()
+    blocks = [(match.start(1), match[1]) for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL)]
+    assert blocks
+    namespace: dict[str, object] = {"__name__": "__docs__"}
+    for position, block in blocks:
+        line = text.count("\n", 0, position)
+        exec(compile("\n" * line + block, str(ROOT / page), "exec"), namespace)  # noqa: S102 -- that is the test
+
+
+@pytest.mark.parametrize("page", sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]))
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    missing = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
+    assert not missing
