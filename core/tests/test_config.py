@@ -41,7 +41,6 @@ def test_a_file_and_overrides(tmp_path: Path) -> None:
         format_options = { order = "token_major" }
         [transfer]
         lease_s = 5
-        checksum = true
         [retraction]
         policy = "recompute"
         """,
@@ -53,7 +52,6 @@ def test_a_file_and_overrides(tmp_path: Path) -> None:
     assert config.cache.memory == 2**30
     assert config.cache.format_options == {"order": "token_major"}
     assert config.transfer.lease_s == 5.0
-    assert config.transfer.checksum is True
     assert config.retraction.policy == "recompute"
     added = load_config(path, {"cache.format_options.block": 4})
     assert added.cache.format_options == {"order": "token_major", "block": 4}
@@ -100,7 +98,6 @@ def test_an_unknown_override_is_refused_like_a_key() -> None:
         ({"cache": {"memory": True}}, "cache.memory"),
         ({"cache": {"arena": "column_major"}}, "cache.arena"),
         ({"cache": 3}, "cache"),
-        ({"transfer": {"checksum": "false"}}, "transfer.checksum"),
         ({"transfer": {"lease_s": 0}}, "transfer.lease_s"),
         ({"transfer": {"lease_s": float("nan")}}, "transfer.lease_s"),
         ({"transfer": {"lease_s": 1.0, "heartbeat_s": 1.0}}, "transfer.heartbeat_s"),

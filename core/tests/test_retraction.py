@@ -49,7 +49,9 @@ def write(cache: KVCache, request: str, count: int, seed: int) -> dict[tuple[int
     stored = {}
     with cache.begin([(request, count)]) as step:
         for layer, tensors in TENSORS.items():
-            rows = {name: torch.randn(count, t.num_heads, t.head_dim, generator=generator) for name, t in tensors.items()}
+            rows = {
+                name: torch.randn(count, t.num_heads, t.head_dim, generator=generator) for name, t in tensors.items()
+            }
             step.store(layer, rows)
             stored |= {(layer, name): rows[name] for name in rows}
         step.commit()

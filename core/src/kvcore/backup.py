@@ -152,7 +152,10 @@ class Retractor:
             if isinstance(error, BackupError):
                 raise
             raise BackupError(
-                "restoring a request failed; it is still saved", request=handle.request, key=handle.key, cause=repr(error)
+                "restoring a request failed; it is still saved",
+                request=handle.request,
+                key=handle.key,
+                cause=repr(error),
             ) from error
         self.drop(handle)
 
@@ -222,4 +225,3 @@ def check_backup(backup: Backup, layouts: Mapping[str, Layout]) -> None:
                 format=layout.format,
                 remedy='choose another retraction.backend or policy = "recompute"',
             )
-

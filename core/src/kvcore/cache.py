@@ -388,7 +388,5 @@ def _budgets(layouts: Mapping[str, Layout], units: Mapping[str, Mapping[str, int
                     "a unit range must start at the same unit in every region", group=name, range=unit_range.name
                 )
             _, first, count = spans.pop()
-            budgets.append(
-                RangeBudget(name, unit_range.name, layout.space(unit_range.space), count, first, components)
-            )
+            budgets.append(RangeBudget(name, unit_range.name, layout.space(unit_range.space), count, first, components))
     return budgets

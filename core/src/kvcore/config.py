@@ -69,7 +69,6 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bind: ZeroMQ address the sender listens on; loopback unless told otherwise.
         lease_s: how long offered units are held after the prompt is done, unless renewed or acknowledged.
         heartbeat_s: how often the receiver renews leases; shorter than ``lease_s``.
-        checksum: whether commit carries a checksum per component.
         curve_certificate: file with this process's CURVE key pair (``zmq.auth.create_certificates``); "" is no
             encryption.
         curve_peer: file with the peer's public certificate.
@@ -80,7 +79,6 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bind: str = "tcp://127.0.0.1:*"
     lease_s: Seconds = 30.0
     heartbeat_s: Seconds = 1.0
-    checksum: bool = False
     curve_certificate: str = ""
     curve_peer: str = ""
 

@@ -171,9 +171,7 @@ class ReceiveSide:
         """Connect and shake hands. Takes ownership of ``transport``, also when it fails."""
         try:
             transport.register(store.arenas())
-            endpoint = ReceiverEndpoint(
-                address, manifest, transport, options=_options(config), keys=_keys(config)
-            )
+            endpoint = ReceiverEndpoint(address, manifest, transport, options=_options(config), keys=_keys(config))
         except BaseException:
             transport.close()
             raise
