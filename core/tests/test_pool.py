@@ -123,8 +123,6 @@ def test_fewest_pieces() -> None:
     assert [(p.base, p.nbytes) for p in pieces(placement, ["full/kv"])] == [(0, 64), (80, 160), (256, 96)]
     layout, units = two_components("layer_major")
     assert len(pieces(layout.place(units), layout.components)) == 6
-    # One unit: arrays touch, and still are not one piece.
-    assert len(pieces(layout.place({"pages": 1}), layout.components)) == 6
 
 
 @given(

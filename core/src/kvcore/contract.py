@@ -145,9 +145,7 @@ class Format(ABC):
         """Describe the bytes of ``group`` on one rank. Raise LayoutError or ConfigError for what cannot be."""
 
     @abstractmethod
-    def encode(
-        self, layout: Layout, rows: Mapping[str, torch.Tensor]
-    ) -> dict[tuple[str, str], torch.Tensor]:
+    def encode(self, layout: Layout, rows: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
         """Encode rows to stored elements.
 
         Args:

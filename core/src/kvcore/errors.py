@@ -47,7 +47,9 @@ class KVCoreError(Exception):
 
 
 def _rebuild(cls: type[KVCoreError], message: str, remedy: str, fields: dict[str, Any]) -> KVCoreError:
-    return cls(message, remedy=remedy, **fields)
+    error = cls(message, remedy=remedy)
+    error.fields = fields  # not as keywords: a peer's fields may have any name
+    return error
 
 
 def _plain(value: Any) -> Any:

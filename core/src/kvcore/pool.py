@@ -34,13 +34,7 @@ def pieces(placement: Placement, components: Collection[str]) -> tuple[Piece, ..
     out: list[Piece] = []
     for buffer in sorted((b for b in placement.buffers if b.component in components), key=lambda b: b.base):
         last = out[-1] if out else None
-        # The arrays of a layer-major arena touch too, but a unit of them ends where the next unit starts.
-        if (
-            last
-            and last.unit_stride == buffer.unit_stride
-            and last.base + last.nbytes == buffer.base
-            and last.nbytes + buffer.unit_bytes <= last.unit_stride
-        ):
+        if last and last.unit_stride == buffer.unit_stride and last.base + last.nbytes == buffer.base:
             out[-1] = Piece(last.base, last.unit_stride, last.nbytes + buffer.unit_bytes, last.num_units)
             continue
         out.append(Piece(buffer.base, buffer.unit_stride, buffer.unit_bytes, buffer.num_units))

@@ -1,0 +1,245 @@
+"""A prefill engine and a decode engine in one process: what arrives, what is counted, what a failure leaves."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvcore.errors import DuplicateRequestError, HandshakeError, KVCoreError, PeerLostError
+from kvcore_transformers.engine import Engine
+from kvcore_transformers.requests import (
+    AskedEvent,
+    DoneEvent,
+    FailedEvent,
+    GenerationRequest,
+    PrefilledEvent,
+    ReceivedEvent,
+    State,
+)
+
+LENGTHS = (1, 15, 16, 17, 64, 65, 100)
+PAGE_BYTES = 3 * 2 * 2 * 16 * 16 * 4
+
+
+class Both:
+    """The two engines, stepped in turn by one thread."""
+
+    def __init__(self, tiny_model, make_cache, *, chunk=16, memory="4MiB", policy="backup", prefill_memory="4MiB"):
+        left, right = tiny_model("llama"), tiny_model("llama")
+        self.caches = (make_cache(left, memory=prefill_memory), make_cache(right, memory=memory, policy=policy))
+        self.sender = self.caches[0].serve()
+        self.prefill = Engine(left, self.caches[0], chunk=chunk, sender=self.sender)
+        self.receiver = self.caches[1].connect(self.sender.address)
+        self.decode = Engine(right, self.caches[1], chunk=chunk, receiver=self.receiver)
+        self.requests = {}
+        self.received = {}
+        self.results = {}
+        self.prefilled = []
+        self.prefill_results = {}
+
+    def submit(self, request):
+        self.requests[request.id] = request
+        self.decode.submit(request)
+
+    def turn(self, prefill=True):
+        self.decode.step()
+        for event in self.decode.events():
+            if isinstance(event, AskedEvent):
+                self.prefill.submit(self.requests[event.request])
+            elif isinstance(event, ReceivedEvent):
+                self.received[event.request] = event
+            elif isinstance(event, DoneEvent):
+                self.results[event.request] = event.tokens
+            elif isinstance(event, FailedEvent):
+                self.results[event.request] = event.exception()
+        if prefill:
+            self.prefill.step()
+            for event in self.prefill.events():
+                if isinstance(event, PrefilledEvent):
+                    self.prefilled.append(event)
+                elif isinstance(event, DoneEvent | FailedEvent):
+                    self.prefill_results[event.request] = event
+        for cache in self.caches:
+            cache.check_integrity()
+
+    def drain(self, seconds=20.0, prefill=True):
+        deadline = time.monotonic() + seconds
+        while self.decode.busy or (prefill and self.prefill.busy):
+            assert time.monotonic() < deadline, "no end"
+            self.turn(prefill)
+
+    def all_free(self):
+        """Whether every unit of both caches has come back; transfers may need a moment for it."""
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            self.turn()
+            if all(r.free == r.capacity for cache in self.caches for r in cache.stats().manager.ranges):
+                return True
+            time.sleep(0.01)
+        return False
+
+
+@pytest.fixture
+def both(tiny_model, make_cache):
+    return lambda **options: Both(tiny_model, make_cache, **options)
+
+
+def test_tokens_bytes_and_units(both, tiny_model, make_requests, greedy):
+    """What is pulled is every page of every prompt once: J8, and what comes back is everything."""
+    pair = both()
+    pair.caches[1].store.pools["full"].fill(pair.caches[1].manager.free_units("full", "pages"), 0xFF)
+    requests = make_requests(LENGTHS)
+    for request in requests:
+        pair.submit(request)
+    pair.drain()
+    assert pair.results == {r.id: greedy(tiny_model("llama"), r.prompt, r.max_new_tokens) for r in requests}
+    for request in requests:
+        pages = -(-len(request.prompt) // 16)
+        assert pair.received[request.id].bytes_by_component == {"full/kv": pages * PAGE_BYTES}
+    assert pair.all_free()
+    for engine, op in ((pair.prefill, "attend_prefill"), (pair.decode, "attend_decode")):
+        assert engine.stats.ops[op] > 0
+        assert "load" not in engine.stats.ops
+    assert "attend_prefill" not in pair.decode.stats.ops
+    assert {event.request: event.token for event in pair.prefilled} == {
+        name: tokens[0] for name, tokens in pair.results.items()
+    }
+
+
+def test_most_of_a_long_prompt_is_pulled_before_its_last_chunk(both, prompt):
+    """By event order: what the receiver had reported when the sender's last chunk began."""
+    pair = both(chunk=16)
+    pair.submit(GenerationRequest("long", prompt(64, 0), 2))
+    while not pair.prefilled:
+        before = len(pair.prefill_results)
+        pair.turn()
+        time.sleep(0.05)  # a forward pass of a real model takes longer than this
+        assert len(pair.prefill_results) == before
+    pair.drain()
+    event = pair.received["long"]
+    assert event.bytes_by_component["full/kv"] == 4 * PAGE_BYTES
+    assert event.pulled_early_bytes == 3 * PAGE_BYTES
+
+
+def test_one_token_requests_end_with_the_token_that_came_along(both, tiny_model, make_requests, greedy):
+    pair = both()
+    requests = make_requests((5, 40), new=1)
+    for request in requests:
+        pair.submit(request)
+    pair.drain()
+    assert pair.results == {r.id: greedy(tiny_model("llama"), r.prompt, 1) for r in requests}
+    assert pair.all_free()
+
+
+@pytest.mark.parametrize("policy", ["backup", "recompute"])
+def test_retraction_on_the_decode_side(both, tiny_model, make_requests, greedy, policy):
+    pair = both(memory=10 * PAGE_BYTES, policy=policy)
+    requests = make_requests((30, 31, 14, 47, 1, 62), new=40)
+    for request in requests:
+        pair.submit(request)
+    pair.drain()
+    assert pair.results == {r.id: greedy(tiny_model("llama"), r.prompt, 40) for r in requests}
+    stats = pair.decode.stats
+    assert stats.retractions > 0
+    assert (stats.resumed, stats.recomputed) == ((stats.retractions, 0) if policy == "backup" else (0, stats.retractions))
+    assert pair.all_free()
+
+
+def test_a_decode_side_without_room_does_not_make_prompts_wait(both, prompt):
+    """Nothing is computed before the decode side holds its units: a lease cannot run out on a full decode side."""
+    pair = both(memory=6 * PAGE_BYTES)
+    for n in range(3):
+        pair.submit(GenerationRequest(f"r{n}", prompt(60, n), 3))
+    while len(pair.results) < 3:
+        pair.turn()
+        waiting = {s.id for s in pair.decode._scheduler.live.values() if s.state is State.WAITING}
+        assert not waiting & set(pair.prefill._scheduler.live)
+    assert pair.all_free()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("when", ["before", "middle", "after"])
+def test_abort_from_either_side(both, tiny_model, make_requests, greedy, side, when):
+    """Both sides end typed, the other request goes on, all units come back."""
+    pair = both(chunk=8)
+    requests = make_requests((64, 40), new=6)
+    for request in requests:
+        pair.submit(request)
+    pair.turn(prefill=False)
+    turns = {"before": 1, "middle": 4, "after": 0}[when]
+    if when == "after":
+        while not any(s.state is State.SENDING for s in pair.prefill._scheduler.live.values()):
+            pair.prefill.step()  # the decode side does not look, so its acknowledgement of this one may be under way
+        (victim,) = [s.id for s in pair.prefill._scheduler.live.values() if s.state is State.SENDING][:1]
+    else:
+        for _ in range(turns):
+            pair.prefill.step()
+        victim = "r0"
+    getattr(pair, side).abort(victim, "enough")
+    pair.drain()
+    other = next(request for request in requests if request.id != victim)
+    assert pair.results[other.id] == greedy(tiny_model("llama"), other.prompt, 6)
+    ended = pair.results[victim]
+    if side == "decode" or when != "after":
+        assert isinstance(ended, KVCoreError), ended
+        assert "enough" in ended.message
+    assert pair.all_free()
+
+
+def test_a_sender_that_closes_fails_what_waits_and_spares_what_has_arrived(both, tiny_model, make_requests, greedy):
+    pair = both(chunk=8)
+    first, *late = make_requests((20, 80, 90), new=30)
+    pair.submit(first)
+    while first.id not in pair.received:
+        pair.turn()
+    for request in late:
+        pair.submit(request)
+    for _ in range(3):
+        pair.turn()
+    pair.sender.close()
+    pair.drain(prefill=False)
+    assert pair.results[first.id] == greedy(tiny_model("llama"), first.prompt, 30)
+    for request in late:
+        assert isinstance(pair.results[request.id], PeerLostError)
+    pair.submit(GenerationRequest("later", first.prompt, 3))
+    pair.drain(prefill=False)
+    assert isinstance(pair.results["later"], PeerLostError)
+    (pages,) = pair.caches[1].stats().manager.ranges
+    assert pages.free == pages.capacity
+
+
+def test_lose_peer_fails_what_waits_at_once(both, make_requests):
+    pair = both(chunk=8)
+    for request in make_requests((80, 90), new=3):
+        pair.submit(request)
+    for _ in range(2):
+        pair.turn()
+    pair.decode.lose_peer("killed by SIGKILL")
+    pair.drain(prefill=False)
+    assert {type(error) for error in pair.results.values()} == {PeerLostError}
+    assert pair.all_free()
+
+
+def test_a_duplicate_on_the_prefill_side_leaves_the_first_untouched(both, tiny_model, make_requests, greedy):
+    """J4: an id in use is refused there too."""
+    pair = both(chunk=8)
+    (request,) = make_requests((64,))
+    pair.submit(request)
+    for _ in range(2):
+        pair.turn()
+    with pytest.raises(DuplicateRequestError):
+        pair.prefill.submit(request)
+    pair.drain()
+    assert pair.results[request.id] == greedy(tiny_model("llama"), request.prompt, request.max_new_tokens)
+    pair.results.clear()
+    pair.submit(request)  # and free again when it is over
+    pair.drain()
+    assert pair.results[request.id] == greedy(tiny_model("llama"), request.prompt, request.max_new_tokens)
+
+
+def test_caches_that_do_not_fit_one_another_are_refused_at_hello(tiny_model, make_cache):
+    left, right = make_cache(tiny_model("llama")), make_cache(tiny_model("llama"), page_size=32)
+    sender = left.serve()
+    with pytest.raises(HandshakeError, match="page"):
+        right.connect(sender.address)
