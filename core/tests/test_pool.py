@@ -259,6 +259,17 @@ def test_several_ranges_have_a_null_unit_each() -> None:
     pool.close()
 
 
+def test_a_range_of_its_null_unit_alone_does_not_swallow_the_next_region() -> None:
+    """Layer-major: one unit of the first region ends where the second region starts, with the same stride."""
+    row = Field("x", "fp32", "dim", (Axis("dim", 4),))
+    regions = (Region("a", "g/a", (row,), 16, ("ring",)), Region("b", "g/b", (row,), 16, ("rows",)))
+    spaces = (SpaceSpec("ring", "ring", "row", 0), SpaceSpec("rows", "sequence", "row", 4))
+    ranges = (UnitRange("ring", "ring"), UnitRange("rows", "rows"))
+    layout = Layout("test", 1, "g", (0,), regions, spaces, ranges, "layer_major")
+    placement = layout.place({"ring": 1, "rows": 5})
+    assert [(p.base, p.nbytes, p.num_units) for p in pieces(placement, layout.components)] == [(0, 16, 1), (16, 16, 5)]
+
+
 @pytest.mark.parametrize(
     ("buffer", "shift", "what"),
     [

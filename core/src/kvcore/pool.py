@@ -34,7 +34,13 @@ def pieces(placement: Placement, components: Collection[str]) -> tuple[Piece, ..
     out: list[Piece] = []
     for buffer in sorted((b for b in placement.buffers if b.component in components), key=lambda b: b.base):
         last = out[-1] if out else None
-        if last and last.unit_stride == buffer.unit_stride and last.base + last.nbytes == buffer.base:
+        # Arrays of a layer-major arena may touch too, but a unit of one ends where the next unit of it would start.
+        if (
+            last
+            and last.unit_stride == buffer.unit_stride
+            and last.base + last.nbytes == buffer.base
+            and last.nbytes + buffer.unit_bytes <= last.unit_stride
+        ):
             out[-1] = Piece(last.base, last.unit_stride, last.nbytes + buffer.unit_bytes, last.num_units)
             continue
         out.append(Piece(buffer.base, buffer.unit_stride, buffer.unit_bytes, buffer.num_units))

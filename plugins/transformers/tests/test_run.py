@@ -1,0 +1,235 @@
+"""``kvcore run`` as a user starts it: real processes, a tiny saved model, and everything that can go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+PAGE_BYTES = 3 * 2 * 2 * 16 * 16 * 4
+
+
+class Run:
+    """A ``kvcore run`` under way; its stderr is collected with times."""
+
+    def __init__(self, *options: str) -> None:
+        code = "import sys; from kvcore.cli.main import main; sys.exit(main())"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, "run", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "COLUMNS": "200"},
+        )
+        self.lines: list[tuple[float, str]] = []
+        self._more = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._more:
+                self.lines.append((time.monotonic(), line.strip()))
+                self._more.notify_all()
+
+    def wait_line(self, pattern: str, seconds: float = 120.0) -> re.Match[str]:
+        deadline = time.monotonic() + seconds
+        with self._more:
+            while True:
+                for _, line in self.lines:
+                    if found := re.search(pattern, line):
+                        return found
+                left = deadline - time.monotonic()
+                assert left > 0 and self._more.wait(left), f"no line {pattern!r} in {self.text}"
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line for _, line in self.lines)
+
+    def pids(self) -> dict[str, int]:
+        found = self.wait_line(r"prefill process (\d+), decode process (\d+)")
+        return {"prefill": int(found[1]), "decode": int(found[2])}
+
+    def end(self, seconds: float = 240.0) -> tuple[int, str]:
+        assert self.process.stdout is not None
+        out = self.process.stdout.read()
+        code = self.process.wait(timeout=seconds)
+        self._reader.join(timeout=5)
+        return code, out
+
+
+def gone(pid: int, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not Path(f"/proc/{pid}").exists():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def prompt_file(path: Path, prompt, shapes) -> str:
+    lines = [{"id": f"r{n}", "token_ids": list(prompt(length, n)), "max_new_tokens": new} for n, (length, new) in shapes]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture
+def busy_prompts(tmp_path, prompt):
+    """One short prompt with a long answer, then prompts that take the prefill process a long time."""
+    return prompt_file(tmp_path / "busy.jsonl", prompt, enumerate([(5, 400), *[(1500, 4)] * 6]))
+
+
+def test_sixteen_prompts_and_bad_ones(tmp_path, prompt, tiny_directory):
+    """Served, refused one by one, compared, reported: the exit code says that something failed."""
+    lengths = (1, 15, 16, 17, 31, 32, 33, 64, 65, 256, 250, 40, 41, 42, 43, 100)
+    path = tmp_path / "prompts.jsonl"
+    prompt_file(path, prompt, enumerate((length, 12) for length in lengths))
+    with path.open("a") as file:
+        for bad in (
+            {"id": "empty", "token_ids": []},
+            {"id": "r3", "token_ids": [1, 2]},
+            {"id": "foreign", "token_ids": [97]},
+            {"id": "long", "token_ids": [1] * 3000},
+            {"id": "text", "text": "no tokenizer here"},
+        ):
+            file.write(json.dumps(bad) + "\n")
+    memory = 100 * PAGE_BYTES
+    run = Run("--model", str(tiny_directory), "--prompts", str(path), "--json", "--memory", str(memory), "--chunk", "64")
+    pids = run.pids()
+    code, out = run.end()
+    report = json.loads(out)
+    assert code == 1
+    assert (report["requests"], report["failed"]) == (21, 5)
+    assert (report["agreement"], report["agreement_plain"]) == (1.0, 1.0)
+    assert report["workers"] == pids
+    assert report["bytes_moved"] == {"full/kv": sum(-(-n // 16) for n in lengths) * PAGE_BYTES}
+    assert report["ops"]["load"] == 0
+    assert report["ops"]["attend_decode"] > 0
+    assert (report["format"], report["transport"]) == ("fp32", "shm")
+    assert 0 < report["pulled_early"] < 1
+    assert report["ttft_ms"]["p50"] <= report["ttft_ms"]["p99"]
+    assert report["transfer_gbps"] > 0
+    errors = {(item["id"], item["error"]["code"]) for item in report["results"] if item["error"]}
+    assert errors == {
+        ("empty", "empty_prompt"),
+        ("r3", "duplicate_request"),
+        ("foreign", "config"),
+        ("long", "prompt_too_long"),
+        ("text", "config"),
+    }
+    served = {item["id"]: item for item in report["results"] if not item["error"]}
+    assert len(served) == 16
+    assert all(len(item["tokens"]) == 12 for item in served.values())
+    assert all(gone(pid) for pid in pids.values())
+
+
+@pytest.mark.parametrize("policy", ["backup", "recompute"])
+def test_little_memory_retracts(tmp_path, prompt, tiny_directory, policy):
+    path = prompt_file(tmp_path / "p.jsonl", prompt, enumerate((length, 40) for length in (30, 31, 14, 47, 1, 62)))
+    memory = str(10 * PAGE_BYTES)
+    run = Run("--model", str(tiny_directory), "--prompts", path, "--json", "--memory", memory, "--retraction", policy)
+    code, out = run.end()
+    report = json.loads(out)
+    assert (code, report["failed"]) == (0, 0)
+    assert (report["agreement"], report["agreement_plain"]) == (1.0, 1.0)
+    assert report["retractions"] > 0
+    expected = {"backup": "resumed", "recompute": "recomputed"}[policy]
+    assert report[expected] == report["retractions"] == report["resumed"] + report["recomputed"]
+    assert report["ops"]["load"] == 0
+
+
+def test_kill_9_of_the_prefill_process(busy_prompts, tiny_directory):
+    """What was not transferred fails typed within ten seconds, what was goes on, and nothing is left."""
+    run = Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
+    pids = run.pids()
+    run.wait_line(r"r0 pulled")
+    os.kill(pids["prefill"], signal.SIGKILL)
+    killed = time.monotonic()
+    run.wait_line(r"r6 failed", seconds=20)
+    failed = [at for at, line in run.lines if " failed: " in line]
+    assert len(failed) >= 5
+    assert max(failed) - killed < 10
+    code, out = run.end()
+    report = json.loads(out)
+    assert code == 1
+    results = {item["id"]: item for item in report["results"]}
+    assert len(results["r0"]["tokens"]) == 400
+    assert results["r0"]["error"] is None
+    assert (report["agreement"], report["agreement_plain"]) == (1.0, 1.0)
+    lost = [item["error"] for item in results.values() if item["error"]]
+    assert len(lost) == report["failed"] >= 5
+    assert {error["code"] for error in lost} == {"peer_lost"}
+    assert all(gone(pid) for pid in pids.values())
+
+
+def test_kill_9_of_the_decode_process(busy_prompts, tiny_directory):
+    run = Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
+    pids = run.pids()
+    run.wait_line(r"r0 pulled")
+    os.kill(pids["decode"], signal.SIGKILL)
+    killed = time.monotonic()
+    code, out = run.end()
+    assert time.monotonic() - killed < 20
+    report = json.loads(out)
+    assert (code, report["failed"], report["agreement"]) == (1, 7, None)
+    assert {item["error"]["code"] for item in report["results"]} == {"peer_lost"}
+    assert all(gone(pid) for pid in pids.values())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", [r"prefill process", r"r0 pulled"])
+def test_an_interrupt_ends_cleanly(busy_prompts, tiny_directory, number, moment):
+    run = Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
+    pids = run.pids()
+    run.wait_line(moment)
+    run.process.send_signal(number)
+    begun = time.monotonic()
+    code, out = run.end()
+    assert time.monotonic() - begun < 10
+    assert (code, out) == (130, "")
+    assert "Traceback" not in run.text
+    assert "interrupted" in run.text
+    assert all(gone(pid) for pid in pids.values())
+
+
+def test_kill_9_of_the_parent_leaves_no_process(busy_prompts, tiny_directory):
+    run = Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
+    pids = run.pids()
+    run.wait_line(r"r0 pulled")
+    run.process.kill()
+    run.end()
+    assert all(gone(pid, seconds=15) for pid in pids.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("--model", "/nowhere"), 2, "does not exist"),
+        (("--format", "fp33"), 2, "fp32"),
+        (("--transport", "smm"), 2, "shm"),
+        (("--retraction", "host_tensr"), 2, "host_tensor"),
+        (("--memory", "64MiBB"), 2, "MiB"),
+        (("--memory", "1KiB"), 2, "memory"),
+        (("--prompts", "/nowhere.jsonl"), 2, "cannot be read"),
+        (("--chunk", "100000"), 2, "chunk"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_process_is_started(tiny_directory, options, code, words):
+    base = () if "--model" in options else ("--model", str(tiny_directory))
+    run = Run(*base, *options)
+    got, out = run.end(seconds=120)
+    assert (got, out) == (code, "")
+    assert words in run.text
+    assert "Traceback" not in run.text
+    assert "process" not in run.text.replace("another process", "")
