@@ -32,7 +32,12 @@ def speed_ratio(work: Callable[[], object], baseline: Callable[[], object], roun
     return statistics.median(seconds(baseline) / seconds(work) for _ in range(rounds))
 
 
-def figure(name: str, value: float, unit: str = "× memcpy", at_least: float | None = None) -> Figure:
-    """Build a figure; ``met`` says whether it reaches its goal."""
-    goal = "" if at_least is None else f"≥ {at_least:g}"
-    return Figure(name=name, value=value, unit=unit, goal=goal, met=None if at_least is None else value >= at_least)
+def figure(
+    name: str, value: float, unit: str = "× memcpy", at_least: float | None = None, at_most: float | None = None
+) -> Figure:
+    """Build a figure; ``met`` says whether it reaches its goal, where it has one."""
+    if at_least is not None:
+        return Figure(name=name, value=value, unit=unit, goal=f"≥ {at_least:g}", met=value >= at_least)
+    if at_most is not None:
+        return Figure(name=name, value=value, unit=unit, goal=f"≤ {at_most:g}", met=value <= at_most)
+    return Figure(name=name, value=value, unit=unit, goal="", met=None)
