@@ -13,7 +13,8 @@ from kvcore_transformers.loading import enabled, model_spec
 
 
 @pytest.mark.parametrize(
-    ("family", "heads", "kv_heads", "dim"), [("llama", 4, 2, 16), ("qwen2", 4, 2, 16), ("qwen3", 4, 2, 16), ("mistral", 4, 2, 16)]
+    ("family", "heads", "kv_heads", "dim"),
+    [("llama", 4, 2, 16), ("qwen2", 4, 2, 16), ("qwen3", 4, 2, 16), ("mistral", 4, 2, 16)],
 )
 def test_every_layer_is_in_the_full_group(tiny_config, family, heads, kv_heads, dim):
     registry = enabled(Config())
@@ -21,7 +22,10 @@ def test_every_layer_is_in_the_full_group(tiny_config, family, heads, kv_heads, 
         spec = model_spec(registry, config, torch.bfloat16)
         (group,) = spec.groups
         assert (group.prefix, group.kind, group.layers) == ("full", "attention", (0, 1, 2))
-        assert [(t.name, t.num_heads, t.head_dim) for t in group.tensors] == [("k", kv_heads, dim), ("v", kv_heads, dim)]
+        assert [(t.name, t.num_heads, t.head_dim) for t in group.tensors] == [
+            ("k", kv_heads, dim),
+            ("v", kv_heads, dim),
+        ]
         assert (group.num_query_heads, spec.dtype, spec.max_length) == (heads, "bf16", 4096)
 
 

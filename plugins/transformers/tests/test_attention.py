@@ -18,7 +18,10 @@ def packed(model, cache, rows):
     positions = [start + n for _, tokens, start in rows for n in range(len(tokens))]
     with cache.begin([(name, len(tokens)) for name, tokens, _ in rows]) as step, torch.inference_mode():
         logits = model(
-            input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), cache=PagedBatch(step), use_cache=True
+            input_ids=torch.tensor([ids]),
+            position_ids=torch.tensor([positions]),
+            cache=PagedBatch(step),
+            use_cache=True,
         ).logits[0]
         step.commit()
     return logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import struct
@@ -77,9 +78,10 @@ def test_a_stream_that_ends_anywhere_is_the_death_of_the_peer(ends, start):
     raw.sendall(start)
     raw.close()
     assert isinstance(inbox.get(timeout=5), PeerLostError)
+    with contextlib.suppress(PeerLostError):
+        channel.send(Stop())  # the kernel may still take the first one
     with pytest.raises(PeerLostError):
-        for _ in range(3):
-            channel.send(Stop())
+        channel.send(Stop())
 
 
 def test_closing_is_not_reported_as_a_death(ends):

@@ -62,7 +62,9 @@ def test_tokens_are_those_of_plain_transformers(tiny_model, make_cache, make_req
 
 @pytest.mark.parametrize("options", [{"page_size": 1}, {"page_size": 4}, {"page_size": 32}, {"arena": "layer_major"}])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_page_size_arena_and_chunk_do_not_change_the_tokens(tiny_model, make_cache, make_requests, greedy, options, chunk):
+def test_page_size_arena_and_chunk_do_not_change_the_tokens(
+    tiny_model, make_cache, make_requests, greedy, options, chunk
+):
     model = tiny_model("llama")
     requests = make_requests((1, 16, 33))
     results = serve(Engine(model, make_cache(model, **options), chunk=chunk), requests)
@@ -107,6 +109,24 @@ def test_the_youngest_is_retracted_and_comes_back_before_anyone_new(tiny_model, 
     out = next(n for n, entry in enumerate(order) if entry.startswith("out"))
     victim = order[out].removeprefix("out ")
     assert next(entry for entry in order[out + 1 :] if entry.startswith("in")) == f"in {victim}"
+
+
+def test_nothing_new_is_admitted_while_a_retracted_request_waits(tiny_model, make_cache, make_requests, prompt):
+    """A small newcomer that would fit does not take the room a retracted request needs to come back."""
+    model = tiny_model("llama")
+    engine = Engine(model, make_cache(model, memory=7 * PAGE_BYTES), chunk=64)
+    for request in make_requests((30, 30), new=60):
+        engine.submit(request)
+    while not engine._scheduler.retracted:
+        engine.step()
+    engine.submit(GenerationRequest("small", prompt(3, 9), 2))
+    waited = 0
+    while engine._scheduler.retracted:
+        assert engine._scheduler.live["small"].state is State.WAITING
+        engine.step()
+        waited += 1
+    assert waited > 3
+    assert len(serve(engine, [])["small"]) == 2
 
 
 def test_a_large_request_is_not_overtaken(tiny_model, make_cache, make_requests):
@@ -239,8 +259,18 @@ def test_a_failed_restore_is_recomputed(tiny_model, make_cache, make_requests, g
     model = tiny_model("llama")
     requests = make_requests((30, 31, 14), new=40)
     cache = make_cache(model, memory=9 * PAGE_BYTES)
+    admit, refused = cache.admit, []
+
+    def sometimes(request_id, tokens):
+        if engine.stats.retractions and not refused:
+            refused.append(request_id)
+            raise CapacityError("not now")
+        return admit(request_id, tokens)
+
+    monkeypatch.setattr(cache, "admit", sometimes)
     engine = Engine(model, cache, chunk=16)
     results = serve(engine, requests)
+    assert refused
     assert results == {r.id: greedy(tiny_model("llama"), r.prompt, 40) for r in requests}
     assert engine.stats.recomputed == engine.stats.retractions > 0
     assert cache.stats().backup_bytes == 0

@@ -18,7 +18,13 @@ def batch(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
 
 def generate(model, ids, cache, new=18, **options):
     return model.generate(
-        ids, cache=cache, max_new_tokens=new, do_sample=False, return_dict_in_generate=True, output_logits=True, **options
+        ids,
+        cache=cache,
+        max_new_tokens=new,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
     )
 
 
@@ -87,7 +93,7 @@ def test_crop_is_that_of_the_installed_dynamic_cache(tiny_model, remove, length)
         for one in both:
             forward(model, one, batch(2, length))
             if remove > 0:
-                with pytest.raises(ValueError):
+                with pytest.raises(ValueError, match="negative"):
                     one.crop(remove)
             else:
                 one.crop(remove)

@@ -102,5 +102,7 @@ def test_a_file_that_is_missing_empty_or_not_text(tmp_path):
 
 def test_prompts_survive_json(tmp_path):
     path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps({"id": f"r{n}", "token_ids": [n], "max_new_tokens": 3}) + "\n" for n in range(3)))
+    path.write_text(
+        "".join(json.dumps({"id": f"r{n}", "token_ids": [n], "max_new_tokens": 3}) + "\n" for n in range(3))
+    )
     assert [(p.id, p.token_ids, p.max_new_tokens) for p in read_prompts(path)] == [(f"r{n}", (n,), 3) for n in range(3)]

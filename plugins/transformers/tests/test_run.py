@@ -51,7 +51,8 @@ class Run:
                     if found := re.search(pattern, line):
                         return found
                 left = deadline - time.monotonic()
-                assert left > 0 and self._more.wait(left), f"no line {pattern!r} in {self.text}"
+                assert left > 0, f"no line {pattern!r} in {self.text}"
+                self._more.wait(left)
 
     @property
     def text(self) -> str:
@@ -79,7 +80,9 @@ def gone(pid: int, seconds: float = 5.0) -> bool:
 
 
 def prompt_file(path: Path, prompt, shapes) -> str:
-    lines = [{"id": f"r{n}", "token_ids": list(prompt(length, n)), "max_new_tokens": new} for n, (length, new) in shapes]
+    lines = [
+        {"id": f"r{n}", "token_ids": list(prompt(length, n)), "max_new_tokens": new} for n, (length, new) in shapes
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
@@ -105,7 +108,9 @@ def test_sixteen_prompts_and_bad_ones(tmp_path, prompt, tiny_directory):
         ):
             file.write(json.dumps(bad) + "\n")
     memory = 100 * PAGE_BYTES
-    run = Run("--model", str(tiny_directory), "--prompts", str(path), "--json", "--memory", str(memory), "--chunk", "64")
+    run = Run(
+        "--model", str(tiny_directory), "--prompts", str(path), "--json", "--memory", str(memory), "--chunk", "64"
+    )
     pids = run.pids()
     code, out = run.end()
     report = json.loads(out)
@@ -187,8 +192,7 @@ def test_kill_9_of_the_decode_process(busy_prompts, tiny_directory):
     assert all(gone(pid) for pid in pids.values())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", [r"prefill process", r"r0 pulled"])
+@pytest.mark.parametrize(("number", "moment"), [(signal.SIGINT, r"r0 pulled"), (signal.SIGTERM, r"prefill process")])
 def test_an_interrupt_ends_cleanly(busy_prompts, tiny_directory, number, moment):
     run = Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
     pids = run.pids()

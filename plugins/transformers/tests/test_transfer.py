@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 
-from kvcore.errors import DuplicateRequestError, HandshakeError, KVCoreError, PeerLostError, TransferError
-from kvcore_transformers.engine import Engine
+from kvcore.errors import (
+    DuplicateRequestError,
+    HandshakeError,
+    KVCoreError,
+    PeerLostError,
+    ProtocolError,
+    TransferError,
+)
+from kvcore_transformers.engine import Engine, FirstToken
 from kvcore_transformers.requests import (
     AskedEvent,
     DoneEvent,
@@ -142,7 +150,9 @@ def test_retraction_on_the_decode_side(both, tiny_model, make_requests, greedy, 
     assert pair.results == {r.id: greedy(tiny_model("llama"), r.prompt, 40) for r in requests}
     stats = pair.decode.stats
     assert stats.retractions > 0
-    assert (stats.resumed, stats.recomputed) == ((stats.retractions, 0) if policy == "backup" else (0, stats.retractions))
+    assert (stats.resumed, stats.recomputed) == (
+        (stats.retractions, 0) if policy == "backup" else (0, stats.retractions)
+    )
     assert pair.all_free()
 
 
@@ -155,6 +165,46 @@ def test_a_decode_side_without_room_does_not_make_prompts_wait(both, prompt):
         pair.turn()
         waiting = {s.id for s in pair.decode._scheduler.live.values() if s.state is State.WAITING}
         assert not waiting & set(pair.prefill._scheduler.live)
+    assert pair.all_free()
+
+
+def test_a_request_that_cannot_grow_waits_for_one_that_is_being_received(both, tiny_model, make_requests, greedy):
+    """It is the only one running, yet not alone: what is being received becomes something to retract."""
+    pair = both(memory=6 * PAGE_BYTES)
+    first, second = make_requests((16, 30), new=45)
+    pair.submit(first)
+    while first.id not in pair.received:
+        pair.turn()
+    pair.submit(second)
+    for _ in range(60):
+        pair.turn(prefill=False)
+    assert (pair.decode._scheduler.live[first.id].computed, pair.results) == (48, {})  # three pages, and no fourth
+    assert pair.decode._scheduler.live[second.id].state is State.RECEIVING
+    pair.drain()
+    assert pair.results == {r.id: greedy(tiny_model("llama"), r.prompt, 45) for r in (first, second)}
+    assert pair.decode.stats.retractions > 0
+
+
+def test_a_transfer_that_ends_while_requests_are_admitted(both, tiny_model, make_requests, greedy):
+    """The units of a request go back while another is announced: no chunk of it may be computed after that."""
+    pair = both(chunk=8)
+    first, second = make_requests((64, 20), new=4)
+    pair.submit(first)
+    for _ in range(3):
+        pair.turn()
+    pair.decode.abort(first.id, "enough")
+    assert pair.sender.wait_event(5.0)
+    poll, calls = pair.prefill._poll_transfers, []
+
+    def late() -> bool:
+        calls.append(None)
+        return len(calls) > 1 and poll()  # the event comes just after the first look
+
+    pair.prefill._poll_transfers = late
+    pair.submit(second)
+    pair.drain()
+    assert pair.results[second.id] == greedy(tiny_model("llama"), second.prompt, 4)
+    assert isinstance(pair.prefill_results[first.id], FailedEvent)
     assert pair.all_free()
 
 
@@ -177,6 +227,8 @@ def test_abort_from_either_side(both, tiny_model, make_requests, greedy, side, w
             pair.prefill.step()
         victim = "r0"
     getattr(pair, side).abort(victim, "enough")
+    held = pair.caches[0 if side == "prefill" else 1].manager
+    assert victim in held, "units of a transfer are the transfer's until it says that nothing touches them any more"
     pair.drain()
     other = next(request for request in requests if request.id != victim)
     assert pair.results[other.id] == greedy(tiny_model("llama"), other.prompt, 6)
@@ -184,6 +236,45 @@ def test_abort_from_either_side(both, tiny_model, make_requests, greedy, side, w
     if side == "decode" or when != "after":
         assert isinstance(ended, KVCoreError), ended
         assert "enough" in ended.message
+    assert pair.all_free()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_abort_just_after_the_last_byte_leaks_nothing(both, tiny_model, make_requests, greedy, again):
+    """D5: the transfer is done but the engine has not looked yet; its id may even be waiting again."""
+    pair = both()
+    (request,) = make_requests((40,), new=4)
+    pair.submit(request)
+    pair.turn()
+    while pair.prefill.busy:  # the acknowledgement is the receiver's last word
+        pair.prefill.step()
+    pair.decode.abort(request.id, "too late")
+    assert request.id in pair.caches[1].manager
+    if again:
+        pair.decode.submit(request)
+    pair.turn()
+    pair.drain()
+    if again:
+        assert pair.results[request.id] == greedy(tiny_model("llama"), request.prompt, 4)
+    else:
+        assert pair.results[request.id].message == "too late"
+    assert pair.all_free()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", msgspec.msgpack.encode(FirstToken(97)), msgspec.msgpack.encode({"token": "x"})]
+)
+def test_engine_data_that_is_nonsense_fails_the_request_only(both, make_requests, monkeypatch, data):
+    pair = both()
+    monkeypatch.setattr("kvcore_transformers.engine.msgspec.msgpack.encode", lambda value: data)
+    bad, good = make_requests((20, 30), new=3)
+    pair.submit(bad)
+    pair.drain()
+    monkeypatch.undo()
+    pair.submit(good)
+    pair.drain()
+    assert isinstance(pair.results[bad.id], ProtocolError)
+    assert len(pair.results[good.id]) == 3
     assert pair.all_free()
 
 

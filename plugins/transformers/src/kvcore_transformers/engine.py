@@ -233,7 +233,10 @@ class Engine:
             # The transfer gives the units back once nothing reads or writes them any more.
             with contextlib.suppress(UnknownRequestError):  # it is over already; the event is on its way
                 side.abort(sequence.id, error.message)
-        self._scheduler.finish(sequence, error, release=side is None)
+        self._ended(sequence, error, release=side is None)
+
+    def _ended(self, sequence: Sequence, error: KVCoreError, *, release: bool) -> None:
+        self._scheduler.finish(sequence, error, release=release)
         self._report_failed(sequence)
 
     def _report_failed(self, sequence: Sequence) -> None:
@@ -266,30 +269,35 @@ class Engine:
         if self._receiver is not None:
             events += self._receiver.events()
         for event in events:
-            sequence = self._scheduler.live.get(event.request)
-            if sequence is not None:
-                self._transferred(sequence, event)
+            self._transferred(event)
         return bool(events)
 
-    def _transferred(self, sequence: Sequence, event: SendEvent | ReceiveEvent) -> None:
+    def _transferred(self, event: SendEvent | ReceiveEvent) -> None:
+        """Apply one event; one about a request that was aborted here before (its id may be waiting again) is over."""
+        found = self._scheduler.live.get(event.request)
+        sending = found if found is not None and found.state in (State.PREFILLING, State.SENDING) else None
+        receiving = found if found is not None and found.state is State.RECEIVING else None
         match event:
-            case SendDone():
-                self._scheduler.finish(sequence, release=False)
-                self._events.append(DoneEvent(sequence.id, ()))
-            case ReceiveDone() if sequence.state is State.RECEIVING:
-                self._received(sequence, event)
-            case SendFailed() | ReceiveFailed():
-                self._scheduler.finish(sequence, event.error, release=False)
-                self._report_failed(sequence)
+            case SendDone() if sending is not None:
+                self._scheduler.finish(sending, release=False)
+                self._events.append(DoneEvent(sending.id, ()))
+            case SendFailed() if sending is not None:
+                self._ended(sending, event.error, release=False)
+            case ReceiveDone() if receiving is not None:
+                self._received(receiving, event)
+            case ReceiveDone():
+                self._cache.release(event.request)  # it arrived just before it was aborted: the units are ours
+            case ReceiveFailed() if receiving is not None:
+                self._ended(receiving, event.error, release=False)
 
     def _received(self, sequence: Sequence, event: ReceiveDone) -> None:
         try:
             first = msgspec.msgpack.decode(event.engine_data, type=FirstToken)
-        except msgspec.MsgspecError as error:
-            self._fail(
-                sequence,
-                ProtocolError("engine data of a prompt cannot be decoded", request=sequence.id, cause=str(error)),
-            )
+            if not 0 <= first.token < self._model.config.vocab_size:
+                raise ValueError(f"token {first.token} is outside the vocabulary")
+        except (msgspec.MsgspecError, ValueError) as error:
+            refusal = ProtocolError("engine data of a prompt is wrong", request=sequence.id, cause=str(error))
+            self._ended(sequence, refusal, release=True)
             return
         self._events.append(ReceivedEvent(sequence.id, event.bytes_by_component, event.pulled_early_bytes))
         sequence.computed = sequence.target

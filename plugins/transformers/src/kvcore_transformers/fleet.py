@@ -45,7 +45,7 @@ class Worker:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvcore_transformers.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "kvcore_transformers.worker", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from kvcore.cache import KVCache
 from kvcore.config import CacheConfig, Config, parse_bytes
@@ -30,7 +31,7 @@ def load_model(directory: Path, *, dtype: torch.dtype = torch.float32) -> Any:
     transformers.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError("the model cannot be loaded", model=str(directory), cause=str(error)) from error
     return model.eval().requires_grad_(False)
 

@@ -41,10 +41,14 @@ class RunOptions:
 
 
 def run_command(options: RunOptions) -> int:
-    """Run, print, and return the exit code: 0, or 1 where a request failed."""
+    """Run, print, and return the exit code: 0, 1 where a request failed, 130 where it was interrupted."""
     signal.signal(signal.SIGTERM, _interrupt)
     progress_console = Console(stderr=True)
-    report = execute(options, progress_console)
+    try:
+        report = execute(options, progress_console)
+    except KeyboardInterrupt:
+        progress_console.print("kvcore: interrupted; the processes have been ended")
+        return 130
     if options.json:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     else:

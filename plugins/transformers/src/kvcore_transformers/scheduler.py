@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import structlog
 
 from kvcore.cache import KVCache, Step
@@ -91,7 +92,7 @@ class Scheduler:
         self._arrivals = 0
         self._decode_next = False
         self._page = cache.config.cache.page_size
-        self._max_rows = cache.config.cache.max_rows
+        self._max_rows = min(cache.config.cache.max_rows, cache.config.cache.max_tokens)  # a decode row is one token
 
     # --- arrival and end ---
 
@@ -265,6 +266,7 @@ class Scheduler:
         except BackupError as error:
             log.warning("restore failed; its tokens are computed again", request=sequence.id, cause=str(error))
             self._cache.drop(handle)
+            sequence.handle = msgspec.structs.replace(handle, key="", bytes_by_component={})
         return self._recompute(sequence)
 
     def _recompute(self, sequence: Sequence) -> bool:
