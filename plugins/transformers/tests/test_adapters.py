@@ -8,8 +8,8 @@ import transformers
 
 from kvcore.config import Config
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore_transformers.adapters import LlamaAdapter, MistralAdapter, QwenAdapter, layer_types
-from kvcore_transformers.loading import enabled, model_spec
+from kvcore_transformers.adapters import LlamaAdapter, MistralAdapter, QwenAdapter, enabled, layer_types
+from kvcore_transformers.loading import model_spec
 
 
 @pytest.mark.parametrize(

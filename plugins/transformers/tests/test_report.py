@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvcore.errors import EmptyPromptError, PeerLostError
 from kvcore_transformers.pair import Outcome, ServedRun
-from kvcore_transformers.report import agreement, build_report, percentile, print_report
+from kvcore_transformers.report import Refusal, agreement, build_report, percentile, print_report
 from kvcore_transformers.requests import EngineStats, GenerationRequest
 
 
@@ -67,7 +67,11 @@ def test_a_report_adds_up_and_prints():
     )
     report = build_report(
         run,
-        [("c", EmptyPromptError("empty"))],
+        [
+            GenerationRequest("a", (1, 2, 3), 4),
+            Refusal("c", EmptyPromptError("empty")),
+            GenerationRequest("b", (1,), 4),
+        ],
         {"single": {"a": (1, 2)}, "plain": {"a": (1, 5)}},
         decode_text=lambda tokens: "-".join(map(str, tokens)),
         format="fp32",
@@ -83,8 +87,8 @@ def test_a_report_adds_up_and_prints():
     assert data["transfer_gbps"] == pytest.approx(0.4)
     assert [(r["id"], r["text"], r["error"] and r["error"]["code"]) for r in data["results"]] == [
         ("a", "1-2", None),
-        ("b", "3", "peer_lost"),
         ("c", "", "empty_prompt"),
+        ("b", "3", "peer_lost"),
     ]
     out = io.StringIO()
     print_report(report, Console(file=out, width=160))
@@ -95,7 +99,7 @@ def test_a_report_adds_up_and_prints():
 def test_a_run_in_which_nothing_came_back_still_reports():
     report = build_report(
         ServedRun({"a": outcome("a", error=PeerLostError("gone"))}, {}, 1.0),
-        [],
+        [GenerationRequest("a", (1, 2, 3), 4)],
         {},
         decode_text=str,
         format="fp32",

@@ -133,6 +133,7 @@ def test_sixteen_prompts_and_bad_ones(tmp_path, prompt, tiny_directory):
         ("long", "prompt_too_long"),
         ("text", "config"),
     }
+    assert [item["id"] for item in report["results"]][-5:] == ["empty", "r3", "foreign", "long", "text"]
     served = {item["id"]: item for item in report["results"] if not item["error"]}
     assert len(served) == 16
     assert all(len(item["tokens"]) == 12 for item in served.values())

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import msgspec
+
+from kvcore.config import Config
 from kvcore.contract import ModelAdapter
 from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.plugins import load_plugins, resolve_plugins
+from kvcore.registry import Registry
 from kvcore.spec import LayerGroup, ModelSpec, TensorSpec
+from kvcore_transformers import PLUGIN
 
 FULL_GROUP = "full"
 """Prefix of the layer group that every model here stores its layers in."""
@@ -89,6 +95,13 @@ class MistralAdapter(FullAttentionAdapter):
 
 
 ADAPTERS: tuple[type[ModelAdapter], ...] = (LlamaAdapter, QwenAdapter, MistralAdapter)
+
+
+def enabled(config: Config) -> Registry:
+    """Load the plugins a configuration names or needs, and this one."""
+    if PLUGIN.name not in config.plugins:
+        config = msgspec.structs.replace(config, plugins=(*config.plugins, PLUGIN.name))
+    return load_plugins(resolve_plugins(config))
 
 
 def layer_types(config: Any) -> tuple[str, ...]:

@@ -14,10 +14,9 @@ from kvcore.cache import KVCache
 from kvcore.config import CacheConfig, Config, parse_bytes
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.layout import Layout
-from kvcore.plugins import load_plugins, resolve_plugins
 from kvcore.registry import Registry
 from kvcore.spec import ModelSpec, Shard
-from kvcore_transformers import PLUGIN
+from kvcore_transformers.adapters import enabled
 
 DTYPES: dict[torch.dtype, str] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 """Compute dtypes that have a plain format, by name."""
@@ -61,13 +60,6 @@ def end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
         settings = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
         found = found if settings.eos_token_id is None else settings.eos_token_id
     return tuple(found) if isinstance(found, list | tuple) else () if found is None else (found,)
-
-
-def enabled(config: Config) -> Registry:
-    """Load the plugins a configuration names or needs, and this one."""
-    if PLUGIN.name not in config.plugins:
-        config = msgspec.structs.replace(config, plugins=(*config.plugins, PLUGIN.name))
-    return load_plugins(resolve_plugins(config))
 
 
 def model_spec(registry: Registry, config: Any, dtype: torch.dtype) -> ModelSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from rich.table import Table
 from kvcore.contract import OPS
 from kvcore.errors import KVCoreError
 from kvcore_transformers.pair import Outcome, ServedRun
+from kvcore_transformers.requests import GenerationRequest
 
 
 class RequestReport(msgspec.Struct, frozen=True):
@@ -79,6 +81,14 @@ class RunReport(msgspec.Struct, frozen=True):
     results: tuple[RequestReport, ...]
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """A prompt that never became a request, and why."""
+
+    id: str
+    error: KVCoreError
+
+
 Tokens = Mapping[str, tuple[int, ...]]
 
 
@@ -104,7 +114,7 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 def build_report(
     run: ServedRun,
-    refused: Sequence[tuple[str, KVCoreError]],
+    entries: Sequence[GenerationRequest | Refusal],
     references: Mapping[str, Tokens],
     *,
     decode_text: Callable[[Sequence[int]], str],
@@ -116,7 +126,7 @@ def build_report(
 
     Args:
         run: what was served.
-        refused: prompts that never became requests, with the reason.
+        entries: the prompts in the order of the file: requests, all of them in ``run``, and refusals.
         references: tokens by request, of the runs ``single`` and ``plain``.
         decode_text: token ids to text.
         format, transport, workers: for the report.
@@ -131,8 +141,12 @@ def build_report(
     total = sum(moved.values())
     decode = run.stats.get("decode")
     times = [ms for outcome in outcomes if (ms := _ttft_ms(outcome)) is not None]
-    results = [_request_report(outcome, decode_text) for outcome in outcomes]
-    results += [RequestReport(name, 0, (), "", error.as_dict(), None, 0, 0.0) for name, error in refused]
+    results = [
+        RequestReport(entry.id, 0, (), "", entry.error.as_dict(), None, 0, 0.0)
+        if isinstance(entry, Refusal)
+        else _request_report(run.outcomes[entry.id], decode_text)
+        for entry in entries
+    ]
     return RunReport(
         requests=len(results),
         failed=sum(result.error is not None for result in results),

@@ -17,14 +17,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from kvcore.config import Config, load_config
 from kvcore.errors import ConfigError, DuplicateRequestError, EmptyPromptError, KVCoreError
 from kvcore.sizing import token_capacity, units_for_memory
+from kvcore_transformers.adapters import enabled
 from kvcore_transformers.fleet import Fleet
 from kvcore_transformers.pair import Pair, ServedRun, Setup, serve_alone
 from kvcore_transformers.prompts import Prompt, read_prompts, shipped_prompts, tokenize
-from kvcore_transformers.report import RunReport, build_report, print_report
+from kvcore_transformers.report import Refusal, RunReport, build_report, print_report
 from kvcore_transformers.requests import Event, FailedEvent, GenerationRequest, ReceivedEvent, TokenEvent
 from kvcore_transformers.weights import ensure_model
-
-Refused = tuple[str, KVCoreError]
 
 
 @dataclass(frozen=True)
@@ -62,20 +61,22 @@ def execute(options: RunOptions, console: Console) -> RunReport:
     Raises ConfigError, PluginError or UnsupportedError for what cannot work, before a process is started.
     """
     config = load_config(options.config, options.overrides)
+    _check_names(config)
     prompts = read_prompts(options.prompts or shipped_prompts())
     directory = ensure_model(options.model, lambda line: console.print(line, style="dim", highlight=False))
     from kvcore_transformers import loading  # imports transformers: after everything that can be refused without it
 
     hf_config = loading.load_config(directory)
+    _check_sizes(config, hf_config, options.chunk, loading)
     tokenizer = loading.load_tokenizer(directory)
-    config = _checked(config, hf_config, options.chunk, loading)
-    requests, refused = make_requests(
+    entries = make_requests(
         prompts,
         tokenizer,
         vocab_size=hf_config.vocab_size,
         max_new_tokens=options.max_new_tokens,
         eos=loading.end_tokens(directory, hf_config),
     )
+    requests = [entry for entry in entries if isinstance(entry, GenerationRequest)]
     setup = Setup(str(directory), config, options.chunk)
     with Fleet() as fleet, _Display(console) as display:
         pair = Pair(fleet, setup, display.event, display.advance)
@@ -89,7 +90,7 @@ def execute(options: RunOptions, console: Console) -> RunReport:
         references = _references(fleet, setup, served, hf_config, loading, display)
     return build_report(
         served,
-        refused,
+        entries,
         references,
         decode_text=_decoder(tokenizer),
         format=config.cache.format,
@@ -100,38 +101,45 @@ def execute(options: RunOptions, console: Console) -> RunReport:
 
 def make_requests(
     prompts: Sequence[Prompt], tokenizer: Any, *, vocab_size: int, max_new_tokens: int, eos: tuple[int, ...]
-) -> tuple[list[GenerationRequest], list[Refused]]:
-    """Turn prompts into requests; what cannot be one is refused by itself, the others go on.
+) -> list[GenerationRequest | Refusal]:
+    """Turn prompts into requests, in order; what cannot be one is refused by itself, the others go on.
 
     A prompt with an id that an earlier line has is refused (the earlier one is served), and so is an empty one.
     """
-    requests: dict[str, GenerationRequest] = {}
-    refused: list[Refused] = []
+    entries: list[GenerationRequest | Refusal] = []
+    taken: set[str] = set()
     for prompt in prompts:
         try:
-            if prompt.id in requests:
+            if prompt.id in taken:
                 raise DuplicateRequestError("request id is in use; the first holder goes on", request=prompt.id)
             ids = tokenize(prompt, tokenizer, vocab_size)
             if not ids:
                 raise EmptyPromptError(
                     "a prompt needs at least one token", request=prompt.id, remedy="begin it with a start token"
                 )
-            requests[prompt.id] = GenerationRequest(prompt.id, ids, prompt.max_new_tokens or max_new_tokens, eos)
         except KVCoreError as error:
-            refused.append((prompt.id, error))
-    return list(requests.values()), refused
+            entries.append(Refusal(prompt.id, error))
+        else:
+            taken.add(prompt.id)
+            entries.append(GenerationRequest(prompt.id, ids, prompt.max_new_tokens or max_new_tokens, eos))
+    return entries
 
 
-def _checked(config: Config, hf_config: Any, chunk: int, loading: Any) -> Config:
-    """Refuse, before a process is started, what the workers would refuse: plugins, model, format, memory."""
-    if chunk > config.cache.max_tokens:
-        raise ConfigError("chunk out of range", chunk=chunk, max_tokens=config.cache.max_tokens)
-    registry, layouts = loading.describe(config, hf_config)
+def _check_names(config: Config) -> None:
+    """Refuse unknown plugins, formats, transports and backups before a model is converted or loaded."""
+    registry = enabled(config)
+    registry.format(config.cache.format, **config.cache.format_options)
     registry.transport(config.transfer.transport, **config.transfer.options).close()
     if config.retraction.policy == "backup":
         registry.backup(config.retraction.backend, **config.retraction.options).close()
+
+
+def _check_sizes(config: Config, hf_config: Any, chunk: int, loading: Any) -> None:
+    """Refuse, before a process is started, a model no plugin can hold and a cache without room for a token."""
+    if chunk > config.cache.max_tokens:
+        raise ConfigError("chunk out of range", chunk=chunk, max_tokens=config.cache.max_tokens)
+    _, layouts = loading.describe(config, hf_config)
     units_for_memory(layouts, config.cache.memory)
-    return config
 
 
 def _references(
