@@ -18,11 +18,11 @@ CORE = ROOT / "core" / "src" / "kvcore"
 ORDER = """
     errors dtypes fields layout strides moves spec contract hookspecs
     allocator index_spaces stepplan requests ranges
-    transfer transfer.payload holds steps manager
+    transfer transfer.payload holds rules steps integrity manager
     transfer.control transfer.session transfer.manifest transfer.copier transfer.shm
     transfer.outgoing transfer.sender transfer.incoming transfer.receiver transfer.loop transfer.endpoint
     tensors pool batch dispatch store
-    backup sizing config registry plugins peers cache
+    backup_fit backup sizing config registry plugins peers cache
 """.split()  # noqa: SIM905 - a line a layer
 
 # The only ones that may load torch when they are imported.

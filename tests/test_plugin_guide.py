@@ -92,3 +92,8 @@ def test_every_hook_has_a_line_on_the_page_and_a_place_in_the_registry() -> None
         assert f"`{kind.base.__name__}`" in rows[kind.hook]
         assert getattr(contract, kind.base.__name__) is kind.base
         assert (f"`kvcore.{kind.name}`" in rows[kind.hook]) == (kind.name in PROVIDED_KINDS)
+
+
+@pytest.mark.slow
+def test_the_plugin_of_the_page_passes_the_kit(site: Path) -> None:
+    assert "e5m2" in run(site, "-m", "kvcore.cli.main", "check", "e5m2")

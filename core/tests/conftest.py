@@ -43,3 +43,9 @@ def rig() -> ModuleType:
 def kit() -> ModuleType:
     """What the transfer tests share: arenas, manifests, a wire and a memory that do what a test tells them to."""
     return _load("transfer_kit")
+
+
+@pytest.fixture(scope="session")
+def shelf() -> ModuleType:
+    """Blocks, backends, a copier that copies when told to, and a small cache, for retraction (needs torch)."""
+    return _load("backup_kit")

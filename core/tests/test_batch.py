@@ -133,3 +133,28 @@ def test_equals_a_loop(counts: list[tuple[int, int]], page_size: int, data: st.D
     assert plan.query_indptr.tolist() == list(plan.host_query_indptr) == ptr
     assert plan.page_table.tolist() == [units + [0] * (width - len(units)) for _, _, units in rows]
     assert plan.lengths.tolist() == [start + count for start, count, _ in rows]
+
+
+def test_rows_of_whole_ratios_only() -> None:
+    """A compressed space: tokens after the last whole run of 3 have no slot; one run too few is an error."""
+    builder = BatchBuilder(4, 16, 8, whole_rows=True)
+    plan = build(builder, step(1, [(2, 6, [5, 7]), (0, 2, [])]), page_size=3)
+    assert plan.slots.tolist() == [5 * 3 + 2, 21, 22, 23, -1, -1, -1, -1]
+    assert plan.page_table.tolist() == [[5, 7], [0, 0]]
+    with pytest.raises(IntegrityError):
+        build(builder, step(2, [(0, 6, [5])]), page_size=3)
+
+
+def test_positions_go_round_a_ring() -> None:
+    """Of tokens that would go to one row, the newest does."""
+    builder = BatchBuilder(4, 16, 8)
+    plan = build(builder, step(1, [(0, 2, [4, 5, 6]), (5, 1, [7, 8, 9]), (1, 5, [10, 11, 12])]), page_size=0)
+    assert plan.slots.tolist() == [4, 5, 9, -1, -1, 10, 11, 12]
+    assert plan.lengths.tolist() == [2, 6, 6]
+
+
+def test_a_state_slot_is_named_by_the_newest_token() -> None:
+    builder = BatchBuilder(4, 16, 8)
+    plan = build(builder, step(1, [(0, 3, [4]), (7, 1, [9]), (2, 1, [])]), page_size=0)
+    assert plan.slots.tolist() == [-1, -1, 4, 9, -1]
+    assert plan.page_table.tolist() == [[4], [9], [0]]

@@ -142,3 +142,21 @@ def test_values_outside_the_range() -> None:
             assert back[:3].tolist() == [65504.0, torch.inf, -torch.inf]
         else:
             assert back[:3].isfinite().all()
+
+
+def test_a_sliding_window_has_pages_of_its_own_space() -> None:
+    group = LayerGroup("swa", (2, 3), GROUP.tensors, 16, space="window", space_options=(("window", 100),))
+    made = layout(Bf16(), group)
+    space = made.space_of_range("pages")
+    assert (space.name, space.kind, space.unit, space.tokens_per_unit) == ("swa", "window", "page", 16)
+    assert space.option("window") == 100
+    assert [r.fields for r in made.regions] == [r.fields for r in layout(Bf16()).regions]
+
+
+@pytest.mark.parametrize("space", ["ring", "per_request", "chunked"])
+def test_other_spaces_are_refused(space: str) -> None:
+    group = LayerGroup("odd", (0,), GROUP.tensors, 16, space=space)
+    assert repr(space) in Fp32().supports(group).reason
+    with pytest.raises(UnsupportedError) as error:
+        layout(Fp32(), group)
+    assert error.value.fields["group"] == "odd"

@@ -21,7 +21,8 @@ def pages(size, **kwargs):
 
 
 def test_registered():
-    assert [space.kind for space in INDEX_SPACES] == ["sequence"]
+    kinds = ["sequence", "window", "compressed", "ring", "per_request", "constant"]
+    assert [space.kind for space in INDEX_SPACES] == kinds
 
 
 def test_exact_multiples_have_no_empty_last_unit():

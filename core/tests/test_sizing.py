@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.errors import ConfigError
 from kvcore.layout import Axis, Field, Layout, Region, SpaceSpec, UnitRange, region
 from kvcore.sizing import allocated_bytes, token_capacity, units_for_memory
 
@@ -28,7 +28,7 @@ def paged(name: str, layers: int, page: int, dims: tuple[int, ...], arena: str) 
 
 def state(name: str, layers: int, nbytes: int) -> Layout:
     field = Field("x", "u8", "byte", (Axis("byte", nbytes),))
-    space = SpaceSpec("per_request", "request", "state_slot", 0)
+    space = SpaceSpec("per_request", "per_request", "state_slot", 0)
     regions = (Region("s", f"{name}/state", (field,), nbytes, ("slots",)),)
     return Layout("f", 1, name, tuple(range(layers)), regions, (space,), (UnitRange("slots", "per_request"),))
 
@@ -105,16 +105,18 @@ def test_a_model_of_states_alone_bounds_no_tokens() -> None:
     units = units_for_memory(layouts, 10**6, max_requests=4)
     assert units == {"state": {"slots": 5}}
     assert token_capacity(layouts, units) is None
-    with pytest.raises(ConfigError, match="say for how many"):
+    with pytest.raises(ConfigError, match="say for how many") as caught:
         units_for_memory(layouts, 10**6)
+    assert "cache.max_requests" in caught.value.remedy
 
 
-def test_a_space_that_cannot_be_sized_is_refused() -> None:
+def test_a_space_that_nobody_provides_is_refused() -> None:
     field = Field("x", "u8", "byte", (Axis("byte", 16),))
     layout = Layout(
-        "f", 1, "ring", (0,), (Region("r", "ring/kv", (field,), 16, ("rows",)),),
-        (SpaceSpec("ring", "ring", "row", 0),), (UnitRange("rows", "ring"),),
+        "f", 1, "spiral", (0,), (Region("r", "spiral/kv", (field,), 16, ("rows",)),),
+        (SpaceSpec("spiral", "rng", "row", 0),), (UnitRange("rows", "spiral"),),
     )  # fmt: skip
-    with pytest.raises(UnsupportedError) as caught:
-        units_for_memory({"ring": layout}, 10**6, max_requests=1)
-    assert caught.value.fields["space"] == "ring"
+    with pytest.raises(ConfigError) as caught:
+        units_for_memory({"spiral": layout}, 10**6, max_requests=1)
+    assert caught.value.fields["kind"] == "rng"
+    assert "ring" in caught.value.remedy

@@ -22,17 +22,30 @@ class BatchBuilder:
     A plan is valid until the next ``build`` or ``invalidate``, which both return a new plan object: what a kernel derives
     from a plan, it may keep for as long as it is handed that same object.
 
+    Spaces whose units do not stand for tokens have a ``page_size`` of 0 here. There ``slots`` are unit ids: position
+    ``p`` goes to logical unit ``p % N`` of the ``N`` its request holds (its place in a ring, its state slot), and of
+    several new tokens that would go to one unit all but the newest are dropped.
+
     Args:
         max_rows: most requests of a step.
         max_tokens: most new tokens of a step.
         max_units: most logical units of a request.
         null_unit: first unit of the range; unused table entries name it.
         device: where the tensors of the plan live.
+        whole_rows: units hold whole runs of ``page_size`` tokens only: tokens after the last run have no slot.
     """
 
     def __init__(
-        self, max_rows: int, max_tokens: int, max_units: int, *, null_unit: int = 0, device: str = "cpu"
+        self,
+        max_rows: int,
+        max_tokens: int,
+        max_units: int,
+        *,
+        null_unit: int = 0,
+        device: str = "cpu",
+        whole_rows: bool = False,
     ) -> None:
+        self._whole_rows = whole_rows
         self._limits = {"rows": max_rows, "tokens": max_tokens, "units": max_units}
         self._null = null_unit
         # Buffers made in inference mode could never be written outside of it.
@@ -60,22 +73,23 @@ class BatchBuilder:
         rows, tokens, width = len(starts), int(counts.sum()), int(widths.max(initial=1))
         self._check_size(rows=rows, tokens=tokens, units=width)
         lengths = starts + counts
-        short = np.flatnonzero(widths * page_size < lengths)
-        if short.size:
-            raise IntegrityError(
-                "a row has too few units",
-                request=plan.rows[short[0]].request,
-                group=part.group,
-                range=part.range,
-                expected=int(-(-lengths[short[0]] // page_size)),
-                got=int(widths[short[0]]),
-            )
+        if page_size:
+            needed = lengths // page_size if self._whole_rows else -(-lengths // page_size)
+            short = np.flatnonzero(widths < needed)
+            if short.size:
+                raise IntegrityError(
+                    "a row has too few units",
+                    request=plan.rows[short[0]].request,
+                    group=part.group,
+                    range=part.range,
+                    expected=int(needed[short[0]]),
+                    got=int(widths[short[0]]),
+                )
         self._plan = None
         indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         row_of = np.repeat(np.arange(rows), counts)
         positions = np.arange(tokens) - (indptr[:-1] - starts)[row_of]
-        units = part.units[part.indptr[row_of] + positions // page_size]
-        slots = np.where(units == self._null, -1, units * page_size + positions % page_size)
+        slots = self._slots(part, row_of, positions, lengths[row_of], page_size)
         self._write(lengths, indptr, positions, slots)
         self._write_table(part, widths, rows, width)
         self._used = (rows, tokens, width)
@@ -87,6 +101,22 @@ class BatchBuilder:
             host_query_indptr=tuple(indptr.tolist()),
         )
         return self._plan
+
+    def _slots(
+        self, part: RangePlan, row_of: Int64Array, positions: Int64Array, ends: Int64Array, page_size: int
+    ) -> Int64Array:
+        """Where each new token goes, −1 where it goes nowhere. All arrays are ``[T]``."""
+        widths = np.diff(part.indptr)[row_of]
+        if page_size:
+            index = positions // page_size
+            held = index < widths
+        else:
+            index = positions % np.maximum(widths, 1)
+            held = (widths > 0) & (positions >= ends - widths)
+        units = np.full(len(positions), self._null, np.int64)
+        units[held] = part.units[(part.indptr[row_of] + index)[held]]
+        slots = units * page_size + positions % page_size if page_size else units
+        return np.where(units == self._null, np.int64(-1), slots)
 
     def invalidate(self, rows: Collection[int]) -> BatchPlan:
         """Cut rows off from their units: new tokens are dropped, and what they read is the null unit.
@@ -110,7 +140,11 @@ class BatchBuilder:
                     f"step has more {what} than the store was built for",
                     expected=f"at most {self._limits[what]}",
                     got=size,
-                    remedy={"rows": "raise cache.max_rows", "tokens": "raise cache.max_tokens"}.get(what, ""),
+                    remedy={
+                        "rows": "raise cache.max_rows",
+                        "tokens": "raise cache.max_tokens",
+                        "units": "say how long a request may be: the model's max_length",
+                    }[what],
                 )
 
     def _write(self, lengths: Int64Array, indptr: Int64Array, positions: Int64Array, slots: Int64Array) -> None:

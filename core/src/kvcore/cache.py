@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import numpy as np
 
-from kvcore.backup import RetractionHandle, Retractor, check_backup
+from kvcore.backup import RetractionHandle, RetractionStats, Retractor
+from kvcore.backup_fit import check_backup, check_backup_size
 from kvcore.config import Config
 from kvcore.contract import DONE, AttendParams, Backup, BatchPlan, Fence, Format, Transport
 from kvcore.dispatch import KernelChoice
@@ -31,7 +32,7 @@ from kvcore.layout import Int64Array, Layout
 from kvcore.manager import Manager, ManagerStats, RangeBudget, Request
 from kvcore.peers import ReceiveSide, SendSide
 from kvcore.plugins import Registry
-from kvcore.sizing import Units, token_capacity, units_for_memory
+from kvcore.sizing import CapacityPlan, plan_capacity
 from kvcore.spec import LayerGroup, ModelSpec, Shard
 from kvcore.stepplan import StepPlan, StepRow
 from kvcore.store import Store
@@ -115,11 +116,13 @@ class CacheStats(msgspec.Struct, frozen=True):
         manager: units by range, and requests.
         allocated_bytes: device bytes by layer group.
         backup_bytes: bytes of retracted requests.
+        retraction: what retraction did so far.
     """
 
     manager: ManagerStats
     allocated_bytes: dict[str, int]
     backup_bytes: int
+    retraction: RetractionStats
 
 
 class KVCache:
@@ -128,6 +131,7 @@ class KVCache:
     Attributes:
         model, config: what it was built for.
         layouts: by layer group.
+        capacity: what fits, and the units of every range.
         manager: request life cycle.
         store: pools and kernels.
         poison_freed: for tests: units are filled with 0xFF when a request gives them up.
@@ -138,7 +142,7 @@ class KVCache:
         model: ModelSpec,
         config: Config,
         layouts: Mapping[str, Layout],
-        units: Units,
+        capacity: CapacityPlan,
         manager: Manager,
         store: Store,
         retractor: Retractor,
@@ -148,7 +152,7 @@ class KVCache:
         self.model = model
         self.config = config
         self.layouts = dict(layouts)
-        self._units = units
+        self.capacity = capacity
         self.manager = manager
         self.store = store
         self.shard = shard
@@ -180,7 +184,18 @@ class KVCache:
         if config.retraction.policy == "backup":
             backup = registry.backup(config.retraction.backend, **config.retraction.options)
             check_backup(backup, layouts)
-        units = units_for_memory(layouts, config.cache.memory)
+        capacity = plan_capacity(
+            layouts,
+            config.cache.memory,
+            config.cache.max_requests,
+            spaces=spaces,
+            step_tokens=config.cache.max_tokens,
+            step_rows=config.cache.max_rows,
+        )
+        units = capacity.units
+        manager = Manager(_budgets(layouts, units), spaces, max_requests=capacity.request_capacity)
+        if backup is not None:
+            check_backup_size(backup, layouts, spaces, manager.max_request_tokens)
         store = Store(
             model,
             layouts,
@@ -194,10 +209,9 @@ class KVCache:
             shard=shard,
         )
         try:
-            manager = Manager(_budgets(layouts, units), spaces, max_requests=None)
             states = frozenset(group.prefix for group in model.groups if group.kind == "state")
             retractor = Retractor(manager, store, backup, layouts, states)
-            return cls(model, config, layouts, units, manager, store, retractor, registry, shard)
+            return cls(model, config, layouts, capacity, manager, store, retractor, registry, shard)
         except BaseException:
             store.close()
             raise
@@ -207,10 +221,16 @@ class KVCache:
     @property
     def token_capacity(self) -> int | None:
         """Tokens that fit: of the growing range that is full first. None where nothing grows with length."""
-        return token_capacity(self.layouts, self._units)
+        return self.capacity.token_capacity
+
+    @property
+    def request_capacity(self) -> int | None:
+        """Live requests that windows, rings and states are put aside for. None where only tokens bound them."""
+        return self.capacity.request_capacity
 
     def can_admit(self, num_tokens: int, *, headroom_tokens: int = 0) -> bool:
         """Whether ``admit`` would succeed now, counted in whole units, with room for further tokens left."""
+        self._retractor.poll()
         return self.manager.can_admit(num_tokens, headroom_tokens=headroom_tokens)
 
     def admit(self, request_id: str, num_tokens: int) -> Request:
@@ -219,6 +239,7 @@ class KVCache:
         Raises EmptyPromptError, PromptTooLongError, DuplicateRequestError, or CapacityError (try later); nothing is
         changed by a refusal.
         """
+        self._retractor.poll()
         return self.manager.admit(request_id, num_tokens)
 
     def fork(self, request_id: str, new_id: str, prefix_tokens: int) -> Request:
@@ -248,14 +269,13 @@ class KVCache:
         """Begin a step with ``(request id, new tokens)`` rows, in batch order.
 
         Missing units are allocated for all rows or for none: CapacityError leaves everything as it was, and is the
-        moment to retract.
+        moment to retract. Where a retracted request's units are still being copied out, that is waited for first.
         """
-        self._retractor.poll()
-        plan = self.manager.plan_step(rows)
+        plan = self._retractor.with_room(lambda: self.manager.plan_step(rows))
         try:
             self.store.begin(plan)
         except BaseException:
-            self.manager.abandon(plan)
+            self.manager.abandon(plan, ran=False)
             raise
         return Step(self.manager, self.store, plan)
 
@@ -296,7 +316,7 @@ class KVCache:
             role=role,
             model=self.model.fingerprint(),
             layouts=self.layouts,
-            units=self._units,
+            units=self.capacity.units,
             transport=self.config.transfer.transport,
             shard=self.shard,
         )
@@ -332,7 +352,10 @@ class KVCache:
         """What is held now."""
         arenas = self.store.arenas()
         return CacheStats(
-            self.manager.stats(), {name: arena.nbytes for name, arena in arenas.items()}, self._retractor.bytes_held
+            self.manager.stats(),
+            {name: arena.nbytes for name, arena in arenas.items()},
+            self._retractor.bytes_held,
+            self._retractor.stats(),
         )
 
     def check_integrity(self) -> None:

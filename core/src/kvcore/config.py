@@ -47,6 +47,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         memory: bytes of KV per rank, or a size such as ``"64MiB"``.
         device: ``cpu``, ``cuda:0``, …
         arena: order of the arena, see :class:`kvcore.layout.Layout`.
+        max_requests: requests that windows, rings and states are put aside for: most live requests of a model that has
+            any. Others are bounded by tokens alone.
         max_rows: most requests in a step.
         max_tokens: most new tokens in a step.
     """
@@ -57,6 +59,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Bytes = 256 * 1024**2
     device: str = "cpu"
     arena: ArenaOrder = "page_major"
+    max_requests: Count = 64
     max_rows: Count = 64
     max_tokens: Count = 2048
 

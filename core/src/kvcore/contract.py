@@ -83,7 +83,7 @@ class Fence(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until the work is finished."""
+        """Block until the work is finished. Raises where it failed; it is over then too: ``done()`` is True."""
 
 
 class _Done(Fence):
@@ -109,8 +109,14 @@ class _AllFences(Fence):
         return all(fence.done() for fence in self._fences)
 
     def wait(self) -> None:
+        failure: Exception | None = None
         for fence in self._fences:
-            fence.wait()
+            try:
+                fence.wait()
+            except Exception as error:  # noqa: BLE001 -- raised below, once nothing is under way any more
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 def all_fences(fences: Sequence[Fence]) -> Fence:
@@ -192,8 +198,35 @@ class IndexSpace(ABC):
         """Logical units ``[lo, hi)`` that became final when the cache grew from ``start`` to ``stop`` tokens.
 
         A final unit is never written again by prefill. With ``last`` the partial unit is final too. Over the chunks
-        of a prompt every unit that is live at the end is listed exactly once.
+        of a prompt every unit that is live at the end is listed exactly once; what falls dead before the end may be
+        left out.
         """
+
+    def evict_before(self, spec: SpaceSpec, length: int) -> int:
+        """Logical units below this one are given back at ``length`` tokens; at most :meth:`first_live`, the default.
+
+        A space may keep more than the next query reads, so that a request can be forked a little earlier.
+        """
+        return self.first_live(spec, length)
+
+    def units_per_request(self, spec: SpaceSpec) -> int | None:
+        """Most units a request holds between steps; None where that grows with its length.
+
+        Units of a bounded space are reserved per request when a cache is sized, and allocated as a request reaches
+        them. By default a space without tokens per unit is bounded by what the first token needs.
+        """
+        return None if spec.tokens_per_unit else self.num_units(spec, 1)
+
+    def reserved_units(self, spec: SpaceSpec) -> int:
+        """Units at the start of a range that are never allocated: the null unit, and what a space keeps behind it."""
+        return 1
+
+    def can_rewind(self, spec: SpaceSpec, length: int, to: int) -> bool:
+        """Whether bytes written for ``length`` tokens still serve the first ``to`` of them, were ``to`` the length.
+
+        Asked for forks, truncation and rejected tokens. By default where units stand for tokens, and for no tokens.
+        """
+        return to in (0, length) or spec.tokens_per_unit > 0
 
 
 # --- pools -----------------------------------------------------------------------------------------------------------
@@ -443,17 +476,29 @@ class UnitBlock(ABC):
     def copy_in(self, src: npt.NDArray[np.uint8]) -> Fence:
         """Scatter ``src [nbytes]`` into the units."""
 
+    def cut(self, first: int, count: int) -> UnitBlock | None:
+        """The block of the units ``[first, first + count)``, so that a backend can keep them in several pieces.
+
+        Every unit has the same number of bytes, in an order that depends on how many are copied together: a restore cuts
+        as its save did. None where blocks of this pool are copied whole; that never changes.
+        """
+        return None
+
 
 class Backup(ABC):
     """A retraction backend: keeps the bytes of retracted requests until they are resumed or dropped.
 
-    A failed call must leave nothing behind: ``save`` keeps no bytes, ``restore`` may be repeated.
+    A failed call must leave nothing behind: ``save`` keeps no bytes and no key, ``restore`` may be repeated. A copy may
+    go on after ``save`` or ``restore`` has returned; then its failure is raised by ``wait`` of the fence, and means the
+    same. Its units are left alone until the fence is done, by both sides.
 
     Attributes:
         name: the id used in configurations.
+        max_bytes: most bytes it keeps at once, padding of units included; None where nothing bounds them beforehand.
     """
 
     name: ClassVar[str]
+    max_bytes: int | None = None
 
     @abstractmethod
     def carries(self, layout: Layout, component: str) -> Support:
@@ -461,15 +506,22 @@ class Backup(ABC):
 
     @abstractmethod
     def save(self, key: str, blocks: Sequence[UnitBlock]) -> Fence:
-        """Copy all blocks out under ``key``. Raises CapacityError when full (the request is then recomputed)."""
+        """Copy all blocks out under ``key``.
+
+        Raises CapacityError when full (the request is then recomputed), at once and with nothing begun.
+        """
 
     @abstractmethod
     def restore(self, key: str, blocks: Sequence[UnitBlock]) -> Fence:
-        """Copy all blocks of ``key`` back into the given units, in the given order."""
+        """Copy all blocks of ``key`` back into the given units, in the given order.
+
+        Blocks are matched by group, components and size; several alike come back in the order they were saved in. A
+        save still under way is waited for or refused (BackupError): half a copy is never read.
+        """
 
     @abstractmethod
     def drop(self, key: str) -> None:
-        """Forget ``key``. Unknown keys raise BackupError."""
+        """Forget ``key``, also while its copy is under way. Unknown keys raise BackupError."""
 
     @property
     @abstractmethod
@@ -477,7 +529,7 @@ class Backup(ABC):
         """Bytes kept now."""
 
     def close(self) -> None:
-        """Forget everything."""
+        """Forget everything. Copies under way end, or are given up, before it returns. Idempotent."""
 
 
 # --- transfer --------------------------------------------------------------------------------------------------------

@@ -18,10 +18,8 @@ class SequenceSpace(IndexSpace):
 
     def check(self, spec: SpaceSpec) -> None:
         """Demand a page size and no options."""
-        if spec.tokens_per_unit < 1:
-            raise ConfigError("a sequence needs tokens per unit", space=spec.name, tokens_per_unit=spec.tokens_per_unit)
-        if spec.options:
-            raise ConfigError("a sequence takes no options", space=spec.name, options=dict(spec.options))
+        _demand_tokens(spec)
+        _demand_options(spec)
 
     def num_units(self, spec: SpaceSpec, length: int) -> int:
         """``ceil(length / tokens_per_unit)``: 0 for no tokens, and no empty unit after an exact multiple."""
@@ -37,11 +35,174 @@ class SequenceSpace(IndexSpace):
         ``start`` may lie inside a unit (a reused prefix, or the end of the previous chunk): that unit was not final
         before and is listed as soon as it is full.
         """
-        if start > stop:
-            raise RequestError("a cache does not grow backwards", start=start, stop=stop)
-        lo = _tokens(start) // spec.tokens_per_unit
+        lo = _start(start, stop) // spec.tokens_per_unit
         hi = self.num_units(spec, stop) if last else stop // spec.tokens_per_unit
         return lo, hi
+
+
+class WindowSpace(SequenceSpace):
+    """Pages of a sliding window: units fall dead when they lie wholly behind it, and are given back.
+
+    Option ``window``: a query at position ``p`` sees the keys in ``(p − window, p]``.
+    """
+
+    kind: ClassVar[str] = "window"
+
+    def check(self, spec: SpaceSpec) -> None:
+        """Demand a page size and a window of at least the token itself."""
+        _demand_tokens(spec)
+        _demand_options(spec, "window")
+
+    def first_live(self, spec: SpaceSpec, length: int) -> int:
+        """The unit of the oldest key that a query at ``length`` sees."""
+        return max(0, _tokens(length) - spec.option("window", 1) + 1) // spec.tokens_per_unit
+
+    def evict_before(self, spec: SpaceSpec, length: int) -> int:
+        """The unit that starts a whole window before the last unit boundary in ``length`` tokens.
+
+        Counted from that boundary and not from ``length``, so that the request may be forked there and find a whole
+        window; it holds no more units for it at its peak.
+        """
+        return max(0, _tokens(length) // spec.tokens_per_unit - self._span(spec))
+
+    def final_units(self, spec: SpaceSpec, start: int, stop: int, *, last: bool) -> tuple[int, int]:
+        """As for a sequence, without units that are dead at ``stop``."""
+        lo, hi = super().final_units(spec, start, stop, last=last)
+        return max(lo, min(self.first_live(spec, stop), hi)), hi
+
+    def units_per_request(self, spec: SpaceSpec) -> int:
+        """``ceil(window / tokens_per_unit) + 1``: a whole window, and the unit that is being written."""
+        return self._span(spec) + 1
+
+    def _span(self, spec: SpaceSpec) -> int:
+        return -(-spec.option("window", 1) // spec.tokens_per_unit)
+
+
+class CompressedSpace(IndexSpace):
+    """One row for every ``tokens_per_unit`` tokens (the ratio), written when the last of them is there.
+
+    Tokens after the last whole row are not in this space: what is pending for them is a state of the model.
+    """
+
+    kind: ClassVar[str] = "compressed"
+
+    def check(self, spec: SpaceSpec) -> None:
+        """Demand rows, a ratio and no options."""
+        _demand_tokens(spec)
+        _demand_options(spec)
+        if spec.unit != "row":
+            raise ConfigError("units of a compressed space are rows", space=spec.name, expected="row", got=spec.unit)
+
+    def num_units(self, spec: SpaceSpec, length: int) -> int:
+        """``length // ratio``."""
+        return _tokens(length) // spec.tokens_per_unit
+
+    def first_live(self, spec: SpaceSpec, length: int) -> int:
+        """Always 0."""
+        return 0
+
+    def final_units(self, spec: SpaceSpec, start: int, stop: int, *, last: bool) -> tuple[int, int]:
+        """Rows completed between ``start`` and ``stop``; ``last`` adds none."""
+        return _start(start, stop) // spec.tokens_per_unit, self.num_units(spec, stop)
+
+
+class RingSpace(IndexSpace):
+    """One ring of rows a request: position ``p`` lies in logical unit ``p % ring``, and overwrites what was there.
+
+    The rows of a request lie side by side, at ``first + state_slot * ring`` in their range; state slot 0 is never
+    given to a request, so that kernels may read it for rows that are padding.
+
+    Options: ``ring``, the rows; ``window`` (``ring`` by default), the tokens that a query sees, itself included. What
+    the ring has more is how many rejected tokens it survives.
+    """
+
+    kind: ClassVar[str] = "ring"
+
+    def check(self, spec: SpaceSpec) -> None:
+        """Demand a ring that holds its window."""
+        _demand_no_tokens(spec)
+        _demand_options(spec, "ring", optional=("window",))
+        if spec.option("window", 1) > spec.option("ring"):
+            raise ConfigError("a ring holds its whole window", space=spec.name, options=dict(spec.options))
+
+    def num_units(self, spec: SpaceSpec, length: int) -> int:
+        """The whole ring from the first token on."""
+        return spec.option("ring") if _tokens(length) else 0
+
+    def first_live(self, spec: SpaceSpec, length: int) -> int:
+        """Always 0: the ring has no dead rows."""
+        return 0
+
+    def final_units(self, spec: SpaceSpec, start: int, stop: int, *, last: bool) -> tuple[int, int]:
+        """The rows that were written, with ``last`` only: until then any of them may be overwritten."""
+        _start(start, stop)
+        return 0, min(stop, spec.option("ring")) if last else 0
+
+    def reserved_units(self, spec: SpaceSpec) -> int:
+        """A whole ring: state slot 0."""
+        return spec.option("ring")
+
+    def can_rewind(self, spec: SpaceSpec, length: int, to: int) -> bool:
+        """Whether no token that a query at ``to`` sees has been overwritten."""
+        ring = spec.option("ring")
+        seen = max(0, to - spec.option("window", ring) + 1)
+        return seen >= min(to, length - ring)
+
+
+class PerRequestSpace(IndexSpace):
+    """One state slot a request, rewritten by every step: valid only at the length it was written for."""
+
+    kind: ClassVar[str] = "per_request"
+
+    def check(self, spec: SpaceSpec) -> None:
+        """Demand no tokens per unit and no options."""
+        _demand_no_tokens(spec)
+        _demand_options(spec)
+
+    def num_units(self, spec: SpaceSpec, length: int) -> int:
+        """1 from the first token on."""
+        return int(_tokens(length) > 0)
+
+    def first_live(self, spec: SpaceSpec, length: int) -> int:
+        """Always 0."""
+        return 0
+
+    def final_units(self, spec: SpaceSpec, start: int, stop: int, *, last: bool) -> tuple[int, int]:
+        """The state slot once, with ``last``."""
+        _start(start, stop)
+        return 0, self.num_units(spec, stop) if last else 0
+
+
+class ConstantSpace(IndexSpace):
+    """One unit a layer that belongs to the model: never allocated, never moved with a request.
+
+    It is unit ``first + 1`` of its range, behind the null unit, and is filled when the cache is built.
+    """
+
+    kind: ClassVar[str] = "constant"
+
+    def check(self, spec: SpaceSpec) -> None:
+        """Demand no tokens per unit and no options."""
+        _demand_no_tokens(spec)
+        _demand_options(spec)
+
+    def num_units(self, spec: SpaceSpec, length: int) -> int:
+        """Always 0: requests hold none."""
+        _tokens(length)
+        return 0
+
+    def first_live(self, spec: SpaceSpec, length: int) -> int:
+        """Always 0."""
+        return 0
+
+    def final_units(self, spec: SpaceSpec, start: int, stop: int, *, last: bool) -> tuple[int, int]:
+        """None."""
+        _start(start, stop)
+        return 0, 0
+
+    def reserved_units(self, spec: SpaceSpec) -> int:
+        """The null unit and the constant one."""
+        return 2
 
 
 def last_unit_tokens(page_size: int, length: int) -> int:
@@ -74,4 +235,42 @@ def _tokens(length: int) -> int:
     return length
 
 
-INDEX_SPACES: tuple[type[IndexSpace], ...] = (SequenceSpace,)
+def _start(start: int, stop: int) -> int:
+    if start > stop:
+        raise RequestError("a cache does not grow backwards", start=start, stop=stop)
+    return _tokens(start)
+
+
+def _demand_tokens(spec: SpaceSpec) -> None:
+    if spec.tokens_per_unit < 1:
+        raise ConfigError(
+            f"units of a {spec.kind} space stand for tokens", space=spec.name, tokens_per_unit=spec.tokens_per_unit
+        )
+
+
+def _demand_no_tokens(spec: SpaceSpec) -> None:
+    if spec.tokens_per_unit:
+        raise ConfigError(
+            f"units of a {spec.kind} space do not grow with length",
+            space=spec.name,
+            tokens_per_unit=spec.tokens_per_unit,
+            remedy="set tokens_per_unit to 0",
+        )
+
+
+def _demand_options(spec: SpaceSpec, *names: str, optional: tuple[str, ...] = ()) -> None:
+    given = dict(spec.options)
+    if set(names) <= set(given) <= {*names, *optional} and all(value >= 1 for value in given.values()):
+        return
+    what = " and ".join(names) or "no options"
+    raise ConfigError(f"a {spec.kind} space takes {what}", space=spec.name, options=given, expected=[*names, *optional])
+
+
+INDEX_SPACES: tuple[type[IndexSpace], ...] = (
+    SequenceSpace,
+    WindowSpace,
+    CompressedSpace,
+    RingSpace,
+    PerRequestSpace,
+    ConstantSpace,
+)

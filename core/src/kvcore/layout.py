@@ -284,7 +284,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
     def bytes_per_token(self) -> dict[str, Fraction]:
         """Bytes one more token costs, by component, over all layers, alignment padding left out.
 
-        Only ranges whose space grows with length count.
+        Ranges whose units stand for tokens count, windows among them; :mod:`kvcore.sizing` knows which of them grow.
         """
         return self._per_token(lambda item: item.unit_bytes - item.alignment_bytes)
 

@@ -16,14 +16,14 @@ from kvcore.contract import IndexSpace
 from kvcore.errors import (
     ConfigError,
     EmptyPromptError,
-    IntegrityError,
     RequestError,
-    UnsupportedError,
 )
 from kvcore.holds import Hold
+from kvcore.integrity import check_units
 from kvcore.layout import Int64Array
-from kvcore.ranges import ManagedRange, RangeBudget, RangeSet, join
-from kvcore.requests import Request, RequestTable
+from kvcore.ranges import RangeBudget, RangeSet
+from kvcore.requests import RangeKey, Request, RequestTable
+from kvcore.rules import demand_live, demand_reversible, demand_rewindable, demand_step_fits, joint_prefix
 from kvcore.stepplan import StepPlan, StepRow
 from kvcore.steps import StepBook
 from kvcore.transfer.payload import Payload
@@ -98,30 +98,69 @@ class Manager:
         """Every allocatable unit id now, ascending: what a test may fill with poison."""
         return self._ranges.find(group, range).allocator.free_units()
 
-    def payloads(self, request_id: str, start: int, stop: int, *, last: bool) -> tuple[Payload, ...]:
+    def payloads(
+        self, request_id: str, start: int, stop: int, *, last: bool, total: int | None = None
+    ) -> tuple[Payload, ...]:
         """Units that became final when the cache grew from ``start`` to ``stop`` tokens: one payload per unit range.
 
         Called once per chunk with adjoining chunks it lists every unit once; ``(0, length, last=True)`` lists all a
-        request holds. A payload without units is legal. RequestError outside ``0 <= start <= stop <= reserved``.
+        request holds. A payload without units is legal. RequestError outside ``0 <= start <= stop <= reserved``, and
+        for units that no step has reached yet.
+
+        Args:
+            total: length at the end of the chunks, where it is known: units that are dead by then are left out.
         """
-        request = self._requests.get(request_id)
-        if not 0 <= start <= stop <= request._reserved:
+        request = self._sound(request_id)
+        if not 0 <= start <= stop <= request._reserved or (total is not None and total < stop):
             raise RequestError(
                 "tokens the request does not hold",
                 request=request_id,
                 start=start,
                 stop=stop,
                 reserved=request._reserved,
+                total=total,
             )
         found = []
         for key, part in self._ranges.items():
             lo, hi = part.space.final_units(part.spec, start, stop, last=last)
+            if hi > len(request._tables[key]):
+                raise RequestError(
+                    "units that no step has reached yet are not final",
+                    request=request_id,
+                    group=part.budget.group,
+                    range=part.budget.range,
+                    stop=stop,
+                    length=request._length,
+                )
+            if total is not None:
+                lo = min(max(lo, part.first_live(total)), hi)
             ids = request._tables[key][lo:hi]
             live = part.real(ids)  # dead units precede live ones
             budget = part.budget
             first = lo + len(ids) - len(live)
             found.append(Payload.of(budget.group, budget.range, budget.components, first, live))
         return tuple(found)
+
+    def destinations(self, request_id: str, length: int) -> dict[RangeKey, Int64Array]:
+        """Where a transfer of ``length`` tokens lands: unit ids by logical unit, −1 where nothing arrives.
+
+        ``int64 [N]`` by ``(group, range)``. What is −1 is dead at that length, or belongs to no token of it.
+        """
+        request = self._requests.get(request_id)
+        tables = {}
+        for key, part in self._ranges.items():
+            lo, hi = part.arriving(length)
+            tables[key] = np.full(len(request._tables[key]), -1, np.int64)
+            tables[key][lo:hi] = request._tables[key][lo:hi]
+        return tables
+
+    def joint_prefix(self, request_id: str, at_most: int) -> int:
+        """Longest prefix of a request, up to ``at_most`` tokens, that :meth:`fork` can share in every range.
+
+        A state serves its exact length only, a window only where all of it is still there. What one range cannot serve
+        no other makes up for: the answer is ``min(at_most, length)`` or 0.
+        """
+        return joint_prefix(self._ranges, self._sound(request_id), at_most)
 
     def stats(self) -> ManagerStats:
         """Count units and requests."""
@@ -150,7 +189,7 @@ class Manager:
         if num_tokens < 1 or headroom_tokens < 0 or self._requests.full:
             return False
         return all(
-            part.live_units(0, num_tokens) + part.growth(headroom_tokens) <= part.allocator.free_count
+            part.admission_units(num_tokens) + part.growth(headroom_tokens) <= part.allocator.free_count
             for part in self._ranges.values()
         )
 
@@ -171,8 +210,14 @@ class Manager:
                 remedy="answer it without the cache, or begin it with a start token",
             )
         first = {key: part.first_live(num_tokens) if external else 0 for key, part in self._ranges.items()}
-        needs = {key: part.num_units(num_tokens) - first[key] for key, part in self._ranges.items()}
-        self._ranges.demand_fits(request_id, num_tokens if external else 0, num_tokens)
+        needs = {
+            key: part.num_units(num_tokens) - first[key] if external else part.admission_units(num_tokens)
+            for key, part in self._ranges.items()
+        }
+        if external:
+            self._ranges.demand_fits(request_id, num_tokens, num_tokens)
+        else:
+            self._ranges.demand_admissible(request_id, num_tokens)
         self._requests.check_new(request_id)
         self._ranges.demand_free(needs, request=request_id)
         request = self._requests.add(request_id, external=external)
@@ -191,12 +236,12 @@ class Manager:
         """
         request = self._filled(request_id)
         self._requests.check_new(new_id)
-        self._demand_rewindable(request, prefix_tokens)
+        demand_rewindable(self._ranges, request, prefix_tokens)
         self._end_filling(request)
         fork = self._requests.add(new_id)
         for key, part in self._ranges.items():
             table = request._tables[key][: part.num_units(prefix_tokens)].copy()
-            table[: part.first_live(prefix_tokens)] = part.null
+            table[: part.evict_before(prefix_tokens)] = part.null
             part.allocator.retain(part.real(table))
             fork._tables[key] = table
         fork._length = fork._reserved = prefix_tokens
@@ -238,7 +283,7 @@ class Manager:
                 filled=request._length,
                 reserved=request._reserved,
             )
-        self._demand_live(request, length)
+        demand_live(self._ranges, request, length)
         request._length = length
         return request
 
@@ -249,7 +294,7 @@ class Manager:
         UnsupportedError where an index space cannot go back.
         """
         request = self._filled(request_id)
-        self._demand_rewindable(request, length)
+        demand_rewindable(self._ranges, request, length)
         self._end_filling(request)
         for key, part in self._ranges.items():
             table = request._tables[key]
@@ -271,10 +316,21 @@ class Manager:
             part = self._ranges[key]
             part.allocator.release(part.real(table))
 
-    def hold(self, request_id: str) -> Hold:
-        """Quarantine all units a request owns now, for an asynchronous copy, until :meth:`Hold.release`."""
+    def hold(self, request_id: str, *, live_at: int = 0) -> Hold:
+        """Quarantine all units a request owns now, for an asynchronous copy, until :meth:`Hold.release`.
+
+        Args:
+            live_at: leave out units that are dead at this many tokens, as :meth:`payloads` does with ``total``.
+        """
         request = self._requests.get(request_id)
-        return Hold([(part, part.real(request._tables[key])) for key, part in self._ranges.items()], self._holds)
+        return Hold(
+            [(part, part.real(request._tables[key][part.first_live(live_at) :])) for key, part in self._ranges.items()],
+            self._holds,
+        )
+
+    def hold_payloads(self, payloads: Sequence[Payload]) -> Hold:
+        """Quarantine the units of payloads just made, as :meth:`hold` does those of a request."""
+        return Hold([(self._ranges.find(item.group, item.range), item.ids) for item in payloads], self._holds)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -296,7 +352,7 @@ class Manager:
             requests.append((request, count))
         if len({request.id for request, _ in requests}) < len(requests):
             raise RequestError("a request stands twice in one step", rows=[request.id for request, _ in requests])
-        self._demand_step_fits(requests)
+        demand_step_fits(self._ranges, requests)
         for request, count in requests:
             self._end_filling(request)
             self._grow(request, request._length + count)
@@ -309,7 +365,8 @@ class Manager:
         step is ordinary, the other rows stand. Returns the skipped rows. Units stay held for rejected tokens.
 
         Raises StaleHandleError for a plan that is not open (committed, abandoned, or another manager's), RequestError
-        for ``accepted`` that does not match the rows; nothing is changed then.
+        for ``accepted`` that does not match the rows, UnsupportedError where an index space cannot go back over rejected
+        tokens; nothing is changed then.
         """
         counts = [row.count for row in plan.rows] if accepted is None else list(accepted)
         if len(counts) != len(plan.rows) or any(
@@ -321,61 +378,44 @@ class Manager:
                 expected=[row.count for row in plan.rows],
                 got=counts,
             )
+        for row, count in zip(plan.rows, counts, strict=True):
+            if count < row.count:
+                demand_reversible(self._ranges, row.request, row.stop, row.start + count)
         return self._steps.commit(plan, counts)
 
-    def abandon(self, plan: StepPlan) -> tuple[StepRow, ...]:
+    def abandon(self, plan: StepPlan, *, ran: bool = True) -> tuple[StepRow, ...]:
         """The step failed or never ran: lengths and shared units are as before it, whatever it wrote meanwhile.
 
         Units it took stay reserved and are fresh again in the next plan. Returns the rows whose request was released
         meanwhile. StaleHandleError for a plan that is not open.
+
+        Args:
+            ran: False where no byte was written. Else a request with a state, which a step rewrites in place, is
+                spoiled: every call but ``release`` raises RequestError from now on.
         """
-        return self._steps.abandon(plan)
+        return self._steps.abandon(plan, ran=ran)
 
     # --- integrity ---------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every unit is free, quarantined, or referenced as often as tables name it."""
-        for key, part in self._ranges.items():
-            part.allocator.check_integrity()
-            owned = [self._check_table(request, part) for request in self._requests]
-            held = [ids for hold in self._holds for other, ids in hold if other is part]
-            for step in self._steps:
-                owned.append(step.sources(key))
-                held.append(step.held[key])
-            first, count = part.budget.first_unit, part.budget.num_units
-            everything = np.arange(first, first + count, dtype=np.int64)
-            self._check_counts(part, "references", owned, part.allocator.refcounts(everything))
-            self._check_counts(part, "quarantines", held, part.allocator.holds())
-
-    def _check_table(self, request: Request, part: ManagedRange) -> Int64Array:
-        table = request._tables[part.key]
-        live = part.real(table)
-        dead = len(table) - len(live)
-        whole = len(table) == part.num_units(request._reserved) and request._length <= request._reserved
-        if not whole or np.any(table[:dead] != part.null) or not part.holds_live(table, request._length):
-            raise IntegrityError(
-                "unit table does not match the request", request=request.id, range=part.key, length=request._length
-            )
-        return live
-
-    def _check_counts(self, part: ManagedRange, what: str, found: Sequence[Int64Array], counted: Int64Array) -> None:
-        local = join(found) - part.budget.first_unit
-        expected = np.bincount(local, minlength=part.budget.num_units)
-        wrong = np.flatnonzero(expected != counted)
-        if len(wrong):
-            unit = int(wrong[0])
-            raise IntegrityError(
-                f"{what} of a unit and its count disagree",
-                range=part.key,
-                unit=unit + part.budget.first_unit,
-                expected=int(expected[unit]),
-                got=int(counted[unit]),
-            )
+        check_units(self._ranges, self._requests, self._steps, self._holds)
 
     # --- rules that several calls share ------------------------------------------------------------------------------
 
-    def _idle(self, request_id: str) -> Request:
+    def _sound(self, request_id: str) -> Request:
         request = self._requests.get(request_id)
+        if request._spoiled:
+            raise RequestError(
+                "an abandoned step has overwritten the state of the request",
+                request=request_id,
+                length=request._length,
+                remedy="release it, and compute its tokens again",
+            )
+        return request
+
+    def _idle(self, request_id: str) -> Request:
+        request = self._sound(request_id)
         if request._open_step is not None:
             raise RequestError(
                 "request is in an open step",
@@ -407,44 +447,4 @@ class Manager:
         if request._external:  # what the transfer did not fill still holds bytes of earlier owners
             request._external = False
             for key, part in self._ranges.items():
-                part.mark(part.real(request._tables[key][part.num_units(request._length) :]), unwritten=True)
-
-    def _demand_step_fits(self, rows: Sequence[tuple[Request, int]]) -> None:
-        spans = [(request, request._length, request._length + count) for request, count in rows]
-        for request, start, stop in spans:
-            if stop > request._reserved:
-                self._ranges.demand_fits(request.id, start, stop)
-        needs = {}
-        for key, part in self._ranges.items():
-            tables = [(request._tables[key], start, stop) for request, start, stop in spans]
-            missing = sum(part.missing(table, stop) for table, _, stop in tables)
-            needs[key] = missing + len(part.shared_writes(tables))
-        self._ranges.demand_free(needs)
-
-    def _demand_rewindable(self, request: Request, length: int) -> None:
-        if not 0 <= length <= request._length:
-            raise RequestError(
-                "not a prefix of the request", request=request.id, prefix_tokens=length, length=request._length
-            )
-        for part in self._ranges.values():
-            if length < request._length and not part.spec.tokens_per_unit:
-                raise UnsupportedError(
-                    "a state is valid only at the length it was taken",
-                    request=request.id,
-                    prefix_tokens=length,
-                    length=request._length,
-                    group=part.budget.group,
-                    range=part.budget.range,
-                )
-        self._demand_live(request, length)
-
-    def _demand_live(self, request: Request, length: int) -> None:
-        for key, part in self._ranges.items():
-            if not part.holds_live(request._tables[key], length):
-                raise UnsupportedError(
-                    "units that these tokens need are dropped already",
-                    request=request.id,
-                    length=length,
-                    group=part.budget.group,
-                    range=part.budget.range,
-                )
+                part.mark(part.real(request._tables[key][part.arriving(request._length)[1] :]), unwritten=True)

@@ -15,6 +15,7 @@ from kvcore.manager import Manager
 from kvcore.store import Store
 from kvcore.transfer.endpoint import CurveKeys, EndpointStats, ReceiverEndpoint, SenderEndpoint
 from kvcore.transfer.manifest import Manifest
+from kvcore.transfer.payload import Payload
 from kvcore.transfer.session import (
     ReceiveDone,
     ReceiveEvent,
@@ -53,6 +54,7 @@ class SendSide:
         self._store = store
         self._queue: deque[SendEvent] = deque()
         self._begun: dict[str, _Held] = {}
+        self._totals: dict[str, int] = {}
 
     @classmethod
     def open(
@@ -81,6 +83,7 @@ class SendSide:
         """
         self._drain()  # an event of an earlier request of this id must not release the new one
         self._endpoint.begin(request_id, num_tokens)
+        self._totals[request_id] = num_tokens
 
     def chunk_starts(self, request_id: str, *, last: bool) -> None:
         """Say that a prefill chunk begins, so that bytes pulled before the last one can be counted."""
@@ -91,9 +94,13 @@ class SendSide:
 
         ``last`` ends the prompt and carries ``engine_data`` (at most 64 KiB) to the receiver's engine.
         """
-        payloads = self._manager.payloads(request_id, start, stop, last=last)
-        if request_id not in self._begun:
-            self._begun[request_id] = _Held(self._manager, request_id)
+        total = self._totals.get(request_id)
+        payloads = self._manager.payloads(request_id, start, stop, last=last, total=total)
+        held = self._begun.get(request_id)
+        if held is None:
+            self._begun[request_id] = _Held(self._manager, request_id, live_at=total or 0)
+        else:
+            held.add(payloads)
         self._endpoint.offer(request_id, start, stop, payloads, last=last, engine_data=engine_data)
 
     def abort(self, request_id: str, reason: str) -> None:
@@ -130,6 +137,7 @@ class SendSide:
             self._apply(event)
 
     def _apply(self, event: SendEvent) -> None:
+        self._totals.pop(event.request, None)
         held = self._begun.pop(event.request, None)
         if held is not None:
             held.release(self._store)
@@ -148,13 +156,11 @@ class ReceiveSide:
         transport: Transport,
         manager: Manager,
         store: Store,
-        ranges: Sequence[tuple[str, str]],
     ) -> None:
         self._endpoint = endpoint
         self._transport = transport
         self._manager = manager
         self._store = store
-        self._ranges = tuple(ranges)
         self._queue: deque[ReceiveEvent] = deque()
         self._filling: dict[str, _Held] = {}
 
@@ -175,8 +181,7 @@ class ReceiveSide:
         except BaseException:
             transport.close()
             raise
-        ranges = [(group, item.name) for group, layout in manifest.layouts.items() for item in layout.ranges]
-        return cls(endpoint, transport, manager, store, ranges)
+        return cls(endpoint, transport, manager, store)
 
     def ask(self, request_id: str, num_tokens: int) -> None:
         """Allocate units for a prompt and pull it as it is computed.
@@ -187,7 +192,7 @@ class ReceiveSide:
         self._drain()
         self._manager.admit(request_id, num_tokens, external=True)
         try:
-            tables = {key: self._manager.units(request_id, *key) for key in self._ranges}
+            tables = self._manager.destinations(request_id, num_tokens)
             self._endpoint.ask(request_id, tables, 0, num_tokens)
         except BaseException:
             self._manager.release(request_id)
@@ -238,23 +243,31 @@ class ReceiveSide:
 class _Held:
     """Units of one request that a transfer reads or writes: quarantined, whatever becomes of the request."""
 
-    def __init__(self, manager: Manager, request_id: str) -> None:
+    def __init__(self, manager: Manager, request_id: str, *, live_at: int = 0) -> None:
         self._manager = manager
         self._request = manager.get(request_id)
-        self._hold = manager.hold(request_id)
+        self._holds = [manager.hold(request_id, live_at=live_at)]
+
+    def add(self, payloads: Sequence[Payload]) -> None:
+        """Hold what is offered later too: a prompt longer than a window gets units as it is computed."""
+        self._holds.append(self._manager.hold_payloads(payloads))
 
     def fill(self, num_tokens: int) -> None:
         """The transfer is over and its tokens are valid."""
-        self._hold.release()
+        self._end()
         if self._request.state != "released":
             self._manager.set_length(self._request.id, num_tokens)
 
     def release(self, store: Store) -> None:
         """The transfer is over and the request with it."""
-        self._hold.release()
+        self._end()
         if self._request.state != "released":
             self._manager.release(self._request.id)
             store.invalidate(self._request.id)
+
+    def _end(self) -> None:
+        for hold in self._holds:
+            hold.release()
 
 
 def _options(config: TransferConfig) -> TransferOptions:

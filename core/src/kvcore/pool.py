@@ -265,6 +265,10 @@ class _PoolBlock(UnitBlock):
             yield rows, host[start : start + size].reshape(self.num_units, piece.nbytes)
             start += size
 
+    def cut(self, first: int, count: int) -> UnitBlock:
+        """The block of the units ``[first, first + count)``."""
+        return _PoolBlock(self._pool, self.components, self._units[first : first + count], self._parts)
+
     def _scattered(self) -> bool:
         joined = int(np.count_nonzero(np.diff(self._units) == 1))
         return self.num_units > 1 and joined * 2 < self.num_units

@@ -59,20 +59,29 @@ class ManagedRange:
                 kind=kind,
                 remedy=nearest(kind, spaces),
             )
-        if budget.num_units < 2:
-            raise ConfigError(
-                "a unit range needs a null unit and at least one more",
-                group=budget.group,
-                range=budget.range,
-                num_units=budget.num_units,
-                remedy="give the cache more memory",
-            )
         self.budget = budget
         self.key: RangeKey = (budget.group, budget.range)
         self.spec = budget.space
         self.space = spaces[kind]
         self.space.check(self.spec)
-        self.allocator = UnitAllocator(budget.num_units, first=budget.first_unit, name=f"{budget.group}/{budget.range}")
+        self.per_request = self.space.units_per_request(self.spec)
+        reserved = self.space.reserved_units(self.spec)
+        needed = reserved + (1 if self.per_request is None else min(1, self.per_request))
+        if budget.num_units < max(2, needed):
+            raise ConfigError(
+                "a unit range needs a null unit and at least one more",
+                group=budget.group,
+                range=budget.range,
+                num_units=budget.num_units,
+                expected=max(2, needed),
+                remedy="give the cache more memory",
+            )
+        # The allocator starts at the last unit that is never allocated; tables name the first one.
+        self.allocator = UnitAllocator(
+            budget.num_units - (reserved - 1),
+            first=budget.first_unit + reserved - 1,
+            name=f"{budget.group}/{budget.range}",
+        )
         self._unwritten = np.zeros(budget.num_units, bool)
         self.writes = lru_cache(maxsize=4096)(self._writes)
         """``writes(start, stop)``: logical units ``[lo, hi)`` that storing the tokens ``[start, stop)`` writes.
@@ -83,7 +92,7 @@ class ManagedRange:
     @property
     def null(self) -> int:
         """The null unit."""
-        return self.allocator.null_unit
+        return self.budget.first_unit
 
     def num_units(self, length: int) -> int:
         """Exclusive end of the logical units of ``length`` tokens."""
@@ -93,13 +102,25 @@ class ManagedRange:
         """First logical unit that still matters at ``length`` tokens; never past the end."""
         return min(self.space.first_live(self.spec, length), self.num_units(length))
 
+    def evict_before(self, length: int) -> int:
+        """Logical units below this one are given back at ``length`` tokens."""
+        return min(self.space.evict_before(self.spec, length), self.first_live(length))
+
     def live_units(self, start: int, stop: int) -> int:
-        """Units that must be held at once while the cache grows from ``start`` to ``stop`` tokens."""
-        return self.num_units(stop) - self.first_live(start)
+        """Units that are held at once while the cache grows from ``start`` to ``stop`` tokens."""
+        return self.num_units(stop) - self.evict_before(start)
+
+    def admission_units(self, num_tokens: int) -> int:
+        """Units a request of ``num_tokens`` holds before its first step: no more than a bounded space ever needs.
+
+        The rest of a prompt that is longer than a window is allocated as its steps reach it.
+        """
+        units = self.live_units(0, num_tokens)
+        return units if self.per_request is None else min(units, self.per_request)
 
     def growth(self, tokens: int) -> int:
         """Units that ``tokens`` more tokens of requests admitted already may need; 0 where length does not matter."""
-        return self.num_units(tokens) - self.num_units(0)
+        return self.num_units(tokens) if self.spec.tokens_per_unit else 0
 
     def _writes(self, start: int, stop: int) -> tuple[int, int]:
         # The partial unit at `start` is what would be final were `start` the end, so a space need not tell twice.
@@ -145,20 +166,34 @@ class ManagedRange:
         lo, hi = self.first_live(length), self.num_units(length)
         return hi <= len(table) and not np.any(table[lo:hi] == self.null)
 
+    def fits_table(self, table: Int64Array, length: int, reserved: int) -> bool:
+        """Whether a table has the units of a request: up to what is reserved, or in a bounded space up to its length.
+
+        ``length`` and ``reserved`` are in tokens.
+        """
+        most = self.num_units(reserved)
+        least = most if self.per_request is None else self.num_units(length)
+        return least <= len(table) <= most and self.holds_live(table, length)
+
+    def arriving(self, length: int) -> tuple[int, int]:
+        """Logical units ``[lo, hi)`` that a transfer or restore of ``length`` tokens fills."""
+        lo, hi = self.space.final_units(self.spec, 0, length, last=True)
+        return max(lo, self.first_live(length)), hi
+
     def real(self, ids: Int64Array) -> Int64Array:
         """``ids`` without the null unit."""
         real: Int64Array = ids[ids != self.null]
         return real
 
     def max_tokens(self) -> int | None:
-        """Longest request an empty range can hold; None where length does not matter."""
+        """Longest request an empty range can hold, in steps as small as need be; None where length does not matter."""
         capacity = self.allocator.capacity
-        if self.live_units(0, _MANY_TOKENS) <= capacity:
+        if self.admission_units(_MANY_TOKENS) <= capacity:
             return None
         lo, hi = 0, _MANY_TOKENS  # lo fits, hi does not
         while hi - lo > 1:
             middle = (lo + hi) // 2
-            lo, hi = (middle, hi) if self.live_units(0, middle) <= capacity else (lo, middle)
+            lo, hi = (middle, hi) if self.admission_units(middle) <= capacity else (lo, middle)
         return lo
 
 
@@ -199,21 +234,29 @@ class RangeSet:
         limits = [limit for part in self.values() if (limit := part.max_tokens()) is not None]
         return min(limits, default=None)
 
+    def demand_admissible(self, request_id: str, num_tokens: int) -> None:
+        """Raise PromptTooLongError where an empty cache could not take a request of ``num_tokens`` in any steps."""
+        self._demand(request_id, num_tokens, {key: part.admission_units(num_tokens) for key, part in self.items()})
+
     def demand_fits(self, request_id: str, start: int, stop: int) -> None:
-        """Raise PromptTooLongError where an empty cache could not take a request from ``start`` to ``stop`` tokens."""
-        for part in self.values():
-            needed = part.live_units(start, stop)
-            if needed > part.allocator.capacity:
+        """Raise PromptTooLongError where an empty cache could not take a request from ``start`` to ``stop`` at once."""
+        self._demand(request_id, stop, {key: part.live_units(start, stop) for key, part in self.items()})
+
+    def _demand(self, request_id: str, num_tokens: int, needs: Mapping[RangeKey, int]) -> None:
+        for key, part in self.items():
+            if needs[key] > part.allocator.capacity:
+                longest = self.max_tokens()
+                chunks = longest is None or num_tokens <= longest
                 raise PromptTooLongError(
                     "request is longer than an empty cache can hold",
                     request=request_id,
-                    num_tokens=stop,
-                    max_tokens=self.max_tokens(),
+                    num_tokens=num_tokens,
+                    max_tokens=longest,
                     group=part.budget.group,
                     range=part.budget.range,
-                    needed=needed,
+                    needed=needs[key],
                     capacity=part.allocator.capacity,
-                    remedy="shorten it or give the cache more memory",
+                    remedy=f"{'give it fewer tokens a step' if chunks else 'shorten it'} or give the cache more memory",
                 )
 
     def demand_free(self, needs: Mapping[RangeKey, int], **fields: str) -> None:

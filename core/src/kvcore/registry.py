@@ -213,6 +213,10 @@ class Registry:
         """Name of the plugin that registered something."""
         return self._entry(kind, name)[0]
 
+    def item(self, kind: str, name: str) -> Any:
+        """What a plugin registered: a class, or a command. Errors as :meth:`format`."""
+        return self._entry(kind, name)[1]
+
     # --- by name, as instances ---
 
     def format(self, name: str, **options: Any) -> Format:

@@ -13,7 +13,7 @@ from kvcore.layout import Int64Array
 RangeKey = tuple[str, str]
 """``(group prefix, range name)``."""
 
-RequestState = Literal["filling", "ready", "in_step", "released"]
+RequestState = Literal["filling", "ready", "in_step", "spoiled", "released"]
 
 
 class Request:
@@ -26,7 +26,17 @@ class Request:
         generation: unique per admission, ascending; tells two holders of one id apart.
     """
 
-    __slots__ = ("_external", "_length", "_open_step", "_released", "_reserved", "_tables", "generation", "id")
+    __slots__ = (
+        "_external",
+        "_length",
+        "_open_step",
+        "_released",
+        "_reserved",
+        "_spoiled",
+        "_tables",
+        "generation",
+        "id",
+    )
 
     def __init__(self, request_id: str, generation: int, *, external: bool = False) -> None:
         self.id = request_id
@@ -36,6 +46,7 @@ class Request:
         self._reserved = 0
         self._open_step: int | None = None
         self._released = False
+        self._spoiled = False
         self._tables: dict[RangeKey, Int64Array] = {}
 
     @property
@@ -50,9 +61,12 @@ class Request:
 
     @property
     def state(self) -> RequestState:
-        """``filling`` by a transfer or restore, ``ready``, ``in_step`` (planned, not committed) or ``released``."""
+        """``filling`` by a transfer or restore, ``ready``, ``in_step`` (planned, not committed) or ``released``;
+        ``spoiled`` where an abandoned step has overwritten a state: it can only be released."""
         if self._released:
             return "released"
+        if self._spoiled:
+            return "spoiled"
         if self._open_step is not None:
             return "in_step"
         return "filling" if self._external else "ready"

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -79,10 +81,12 @@ class StepBook:
             # A source keeps its reference count, so a second owner in the same step copies too: were the step
             # abandoned half-way, a unit written in place would have lost what the first owner goes back to.
             mine: list[_Copy] = []
-            for number, index in shared:
-                dst = int(part.allocate(1, unwritten=False)[0])
-                mine.append(_Copy(key, number, index, int(tables[number][index]), dst))
-                tables[number][index] = dst
+            for number, found in groupby(shared, key=itemgetter(0)):
+                indices = [index for _, index in found]
+                # One allocation a row, so that a ring stays in one piece.
+                for index, dst in zip(indices, part.allocate(len(indices), unwritten=False).tolist(), strict=True):
+                    mine.append(_Copy(key, number, index, int(tables[number][index]), dst))
+                    tables[number][index] = dst
             spans = [part.writes(row.start, row.stop) for row in step_rows]
             needed = [table[:hi] for table, (_, hi) in zip(tables, spans, strict=True)]
             held[key] = join([table[lo:] for table, (lo, _) in zip(needed, spans, strict=True)])
@@ -119,7 +123,7 @@ class StepBook:
         self._settle(step)
         return tuple(stale)
 
-    def abandon(self, plan: StepPlan) -> tuple[StepRow, ...]:
+    def abandon(self, plan: StepPlan, *, ran: bool) -> tuple[StepRow, ...]:
         """Undo the copies; returns the rows that are no longer live."""
         step = self._close(plan)
         live = [self._requests.find(row.request, row.generation) for row in step.rows]
@@ -131,9 +135,10 @@ class StepBook:
                 request._tables[copy.key][copy.index] = copy.src
                 dropped = copy.dst
             self._ranges[copy.key].allocator.release([dropped])
-        for request in live:
+        for row, request in zip(step.rows, live, strict=True):
             if request is not None:
                 request._open_step = None
+                request._spoiled = request._spoiled or (ran and not self._reversible(row))
         self._settle(step)
         return tuple(row for row, request in zip(step.rows, live, strict=True) if request is None)
 
@@ -155,12 +160,16 @@ class StepBook:
             lo, hi = part.writes(row.start, row.stop)
             end = min(max(lo, part.num_units(length)), hi)
             part.mark(table[lo:end], unwritten=False)  # units of rejected tokens alone stay fresh
-            dead = table[: part.first_live(length)]
+            dead = table[: part.evict_before(length)]
             if len(dead):
                 part.allocator.release(part.real(dead))
                 dead[:] = part.null
         request._length = length
         request._open_step = None
+
+    def _reversible(self, row: StepRow) -> bool:
+        """Whether what a row wrote in place leaves the tokens before it as they were."""
+        return all(part.space.can_rewind(part.spec, row.stop, row.start) for part in self._ranges.values())
 
     def _settle(self, step: OpenStep) -> None:
         for key, ids in step.held.items():

@@ -92,6 +92,7 @@ class Store:
         self._step: StepPlan | None = None
         self._last_step: int | None = None
         self._decode = False
+        self._longest = model.max_length or _longest_request(layouts, units)
         ready = []
         for group in model.groups:
             layout, fmt = _of(layouts, group, "layout"), _of(formats, group, "format")
@@ -120,10 +121,16 @@ class Store:
         builders = {}
         for item in layout.ranges:
             tokens = layout.space_of_range(item.name).tokens_per_unit
-            longest = -(-self.model.max_length // tokens) if tokens else 1
+            # The table of a window counts units that are dead too: it is longer than its range has units.
+            evicts = layout.space_of_range(item.name).option("window") > 0
+            longest = self._longest if evicts else self.model.max_length
             first = pool.first_unit(item.name)
             builders[item.name] = BatchBuilder(
-                *self._sizes, max(units[item.name], longest), null_unit=first, device=self._device
+                *self._sizes,
+                max(units[item.name], -(-longest // tokens) if tokens else 1),
+                null_unit=first,
+                device=self._device,
+                whole_rows=layout.space_of_range(item.name).unit == "row",
             )
         shapes = {t.name: (shard.num_heads(t), t.head_dim) for t in group.tensors}
         state = _GroupState(group, shapes, pool, chosen.bind(pool, group, fmt), builders)
@@ -265,6 +272,7 @@ class Store:
         route = self._route(layer)
         plan = self._current(route)
         _check_attend(plan, q, out, params)
+        _check_window(route.state.group, params)
         op = "attend_decode" if self._decode else "attend_prefill"
         self.op_counts[op] += 1
         table = route.state.table
@@ -299,6 +307,18 @@ class Store:
         if route.state.plan is None:
             raise StaleHandleError("no step has begun", group=route.state.group.prefix)
         return route.state.plan
+
+
+def _longest_request(layouts: Mapping[str, Layout], units: Mapping[str, Mapping[str, int]]) -> int:
+    """Tokens of the longest request that any range has units for."""
+    return max(
+        (
+            units.get(group, {}).get(item.name, 0) * layout.space(item.space).tokens_per_unit
+            for group, layout in layouts.items()
+            for item in layout.ranges
+        ),
+        default=0,
+    )
 
 
 def choose_builder(builders: Sequence[PoolBuilder], device: str, layout: Layout) -> PoolBuilder:
@@ -384,6 +404,18 @@ def _check_attend(plan: BatchPlan, q: torch.Tensor, out: torch.Tensor, params: A
             raise LayoutError(
                 "position bias does not match the step", expected=list(shape), got=list(params.position_bias.shape)
             )
+
+
+def _check_window(group: LayerGroup, params: AttendParams) -> None:
+    held = dict(group.space_options).get("window") if group.space == "window" else None
+    if held is not None and (params.window is None or params.window > held):
+        raise UnsupportedError(
+            "the layer group keeps a window only, and attention asks for more",
+            group=group.prefix,
+            expected=f"a window of at most {held}",
+            got=params.window,
+            remedy="pass AttendParams(window=…)",
+        )
 
 
 def _check_load(state: _GroupState, slots: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:

@@ -8,7 +8,14 @@ import transformers
 
 from kvcore.config import Config
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore_transformers.adapters import LlamaAdapter, MistralAdapter, QwenAdapter, enabled, layer_types
+from kvcore_transformers.adapters import (
+    GemmaAdapter,
+    LlamaAdapter,
+    MistralAdapter,
+    QwenAdapter,
+    enabled,
+    layer_types,
+)
 from kvcore_transformers.loading import model_spec
 
 
@@ -36,18 +43,79 @@ def test_head_dim_is_derived_where_it_is_not_given():
     assert [(t.num_heads, t.head_dim) for t in spec.groups[0].tensors] == [(8, 12), (8, 12)]
 
 
-def test_mistral_with_a_window_is_refused_with_what_is_missing():
-    with pytest.raises(UnsupportedError) as refusal:
-        MistralAdapter().spec(transformers.MistralConfig(sliding_window=128))
-    assert refusal.value.fields == {"model": "mistral", "layer": 0, "layer_type": "sliding_attention"}
-    assert "window" in refusal.value.remedy
+def test_every_layer_of_mistral_slides_where_it_has_a_window():
+    spec = MistralAdapter().spec(transformers.MistralConfig(sliding_window=128))
+    (group,) = spec.groups
+    assert (group.prefix, group.space, group.space_options) == ("swa", "window", (("window", 128),))
+    assert group.layers == tuple(range(32))
 
 
-def test_qwen_says_which_layer_slides():
+def test_qwen_says_which_layers_slide():
     config = transformers.Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=5)
+    full, swa = QwenAdapter().spec(config).groups
+    assert (full.prefix, full.space, full.space_options, full.layers) == ("full", "sequence", (), tuple(range(5)))
+    assert (swa.prefix, swa.space_options, swa.layers) == ("swa", (("window", 64),), tuple(range(5, 32)))
+
+
+def test_gemma_has_a_full_and_a_window_group():
+    config = transformers.Gemma3TextConfig(num_hidden_layers=8, sliding_window=512)
+    for given in (config, config.to_dict()):
+        full, swa = model_spec(enabled(Config()), given, torch.bfloat16).groups
+        assert (full.prefix, full.layers, full.space) == ("full", (5,), "sequence")
+        assert (swa.prefix, swa.layers, swa.space) == ("swa", (0, 1, 2, 3, 4, 6, 7), "window")
+        assert swa.space_options == (("window", 512),)
+        for group in (full, swa):
+            assert group.num_query_heads == 8
+            assert [(t.name, t.num_heads, t.head_dim, t.sharded) for t in group.tensors] == [
+                ("k", 4, 256, True),
+                ("v", 4, 256, True),
+            ]
+
+
+def test_gemma_that_sees_later_tokens_is_refused():
+    config = transformers.Gemma3TextConfig(use_bidirectional_attention=True)
     with pytest.raises(UnsupportedError) as refusal:
-        QwenAdapter().spec(config)
-    assert refusal.value.fields["layer"] == 5
+        GemmaAdapter().spec(config)
+    assert refusal.value.fields["setting"] == "use_bidirectional_attention"
+
+
+def test_a_window_layer_without_a_window_is_an_error():
+    data = {"model_type": "gemma3_text", "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8}
+    with pytest.raises(ConfigError) as error:
+        GemmaAdapter().spec({**data, "layer_types": ["sliding_attention"]})
+    assert error.value.fields["key"] == "sliding_window"
+
+
+def test_deepseek_keeps_a_latent_and_a_rotary_key_on_every_rank():
+    """head_dim of its configuration is not the width of anything that is stored per head."""
+    spec = model_spec(enabled(Config()), transformers.DeepseekV3Config(), torch.bfloat16)
+    (group,) = spec.groups
+    assert (group.prefix, len(group.layers), group.num_query_heads) == ("full", 61, 128)
+    assert [(t.name, t.num_heads, t.head_dim, t.sharded) for t in group.tensors] == [
+        ("latent", 1, 512, False),
+        ("rope", 1, 64, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "missing"),
+    [
+        (transformers.Qwen3NextConfig(), {"layer": 0, "layer_type": "linear_attention"}, "recurrent state"),
+        (transformers.InklingTextConfig(), {"layer": 0, "layer_type": "hybrid_sliding"}, "convolution state"),
+        (transformers.MambaConfig(), {"setting": "state_size"}, "recurrent state"),
+        (transformers.JambaConfig(), {"setting": "mamba_d_state"}, "recurrent state"),
+    ],
+    ids=["qwen3_next", "inkling", "mamba", "jamba"],
+)
+def test_recurrent_state_is_refused_with_the_kind_of_plugin_that_is_missing(config, where, missing):
+    for given in (config.to_dict(), config):
+        with pytest.raises(UnsupportedError) as refusal:
+            model_spec(enabled(Config()), given, torch.float32)
+        assert refusal.value.fields["model"] == config.model_type
+        assert "model adapter" in refusal.value.remedy
+        assert f"state component for the {missing}" in refusal.value.remedy
+        if isinstance(given, dict):  # the objects of Mamba and Jamba name layers too
+            assert refusal.value.fields.items() >= where.items()
 
 
 def test_plain_mapping_of_qwen_with_its_window_switched_off_is_full_attention():
@@ -77,5 +145,6 @@ def test_a_configuration_that_lacks_a_number_is_an_error():
 
 
 def test_a_model_nobody_knows_is_refused():
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(UnsupportedError) as refusal:
         model_spec(enabled(Config()), {"model_type": "telepathy"}, torch.float32)
+    assert refusal.value.fields["model"] == "telepathy"

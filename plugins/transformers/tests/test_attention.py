@@ -20,7 +20,7 @@ def packed(model, cache, rows):
         logits = model(
             input_ids=torch.tensor([ids]),
             position_ids=torch.tensor([positions]),
-            cache=PagedBatch(step),
+            cache=PagedBatch(step, cache.model),
             use_cache=True,
         ).logits[0]
         step.commit()
@@ -66,7 +66,7 @@ def test_arguments_it_does_not_know_are_refused_not_passed_over(tiny_model, make
     states = torch.zeros(1, 2, 2, 16)
     with cache.begin([("a", 2)]) as step:
         kwargs = {}
-        PagedBatch(step).update(states, states, 0, kwargs=kwargs)
+        PagedBatch(step, cache.model).update(states, states, 0, kwargs=kwargs)
         extra = {"attention_mask": None, argument: torch.ones(1)}
         with pytest.raises(UnsupportedError) as refusal:
             kvcore_paged(model, torch.zeros(1, 4, 2, 16), states, states, **extra, **kwargs)
@@ -78,6 +78,6 @@ def test_a_model_that_hides_its_arguments_and_an_unpacked_batch_are_refused(tiny
     cache.admit("a", 2)
     with cache.begin([("a", 2)]) as step:
         with pytest.raises(UnsupportedError):
-            PagedBatch(step).update(torch.zeros(1, 2, 2, 16), torch.zeros(1, 2, 2, 16), 0)
+            PagedBatch(step, cache.model).update(torch.zeros(1, 2, 2, 16), torch.zeros(1, 2, 2, 16), 0)
         with pytest.raises(RequestError, match="packed"):
-            PagedBatch(step).update(torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16), 0, kwargs={})
+            PagedBatch(step, cache.model).update(torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16), 0, kwargs={})

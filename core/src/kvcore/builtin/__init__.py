@@ -20,7 +20,9 @@ from kvcore.contract import (
 )
 from kvcore.hookspecs import hookimpl
 
-PLUGIN = PluginInfo(name="builtin", contract=CONTRACT, summary="plain formats, torch kernels, shm, host_tensor")
+PLUGIN = PluginInfo(
+    name="builtin", contract=CONTRACT, summary="plain formats, torch kernels, shm, host_tensor, host_pool"
+)
 
 
 @hookimpl
@@ -49,10 +51,11 @@ def kvcore_register_payload_builders() -> Sequence[type[IndexSpace]]:
 
 @hookimpl
 def kvcore_register_backups() -> Sequence[type[Backup]]:
-    """Host memory."""
+    """Host memory: a buffer a request, or one arena of fixed size."""
+    from kvcore.builtin.host_pool import HostPoolBackup
     from kvcore.builtin.host_tensor import HostTensorBackup
 
-    return (HostTensorBackup,)
+    return (HostPoolBackup, HostTensorBackup)
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""``kvcore plugins`` and ``kvcore explain``."""
+"""``kvcore plugins`` and ``kvcore explain``; ``kvcore layout`` has a module of its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,25 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvcore.builtin.check_command import check
+from kvcore.builtin.geometry import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    AsJson,
+    HeadDim,
+    Heads,
+    KvHeads,
+    Layers,
+    PageSize,
+    attention_group,
+)
+from kvcore.builtin.layout_command import layout
 from kvcore.config import load_config
 from kvcore.contract import Command
-from kvcore.errors import UnsupportedError
 from kvcore.plugins import PluginReport, discover, load_plugins, resolve_plugins
-from kvcore.spec import LayerGroup, ModelSpec, Shard, TensorSpec
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+from kvcore.spec import ModelSpec, Shard
 
 
 def plugins(
@@ -54,21 +66,18 @@ def _cells(report: PluginReport) -> tuple[str, ...]:
 def explain(
     config: Annotated[Path | None, typer.Option(help="Configuration file (TOML).")] = None,
     format: Annotated[str | None, typer.Option(help="KV format.")] = None,
-    page_size: Annotated[int | None, typer.Option(help="Tokens a page.")] = None,
-    heads: Annotated[int, typer.Option(help="Query heads.", min=1)] = 8,
-    kv_heads: Annotated[int, typer.Option(help="Heads of K and V.", min=1)] = 2,
-    head_dim: Annotated[int, typer.Option(help="Elements a head.", min=1)] = 64,
-    layers: Annotated[int, typer.Option(help="Layers.", min=1)] = 2,
+    page_size: PageSize = None,
+    heads: Heads = HEADS,
+    kv_heads: KvHeads = KV_HEADS,
+    head_dim: HeadDim = HEAD_DIM,
+    layers: Layers = LAYERS,
     device: Annotated[str | None, typer.Option(help="Device.")] = None,
     json: AsJson = False,
 ) -> None:
     """Show, for each op, the kernel that would run and why each other one was refused."""
     overrides = {"cache.format": format, "cache.page_size": page_size, "cache.device": device}
     settings = load_config(config, overrides)
-    if heads % kv_heads:
-        raise UnsupportedError("query heads are not a multiple of K/V heads", heads=heads, kv_heads=kv_heads)
-    tensors = (TensorSpec("k", kv_heads, head_dim), TensorSpec("v", kv_heads, head_dim))
-    group = LayerGroup("full", tuple(range(layers)), tensors, num_query_heads=heads)
+    group = attention_group(heads, kv_heads, head_dim, layers)
     choices = _choices(settings, ModelSpec("explain", (group,), dtype="fp32"))
     if json:
         print(json_module.dumps({"format": settings.cache.format, "device": settings.cache.device, "groups": choices}))
@@ -125,4 +134,6 @@ def _choices(settings: Any, model: ModelSpec) -> dict[str, list[dict[str, Any]]]
 COMMANDS: tuple[Command, ...] = (
     Command("plugins", "Show installed plugins, what they provide, and what is wrong with them.", plugins),
     Command("explain", "Show the kernel chosen for each op and why others were refused.", explain),
+    Command("check", "Run the conformance kit on everything a plugin registers.", check),
+    Command("layout", "Draw the byte map of a unit of a format, or what differs between two.", layout),
 )

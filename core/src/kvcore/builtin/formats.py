@@ -22,6 +22,8 @@ FIELD = "x"
 RANGE = "pages"
 """The one unit range of a plain format."""
 
+_SPACES = ("sequence", "window")
+
 
 class PlainFormat(Format):
     """One region per stored tensor, named like it, with one field ``x``; all of them in component ``<prefix>/kv``.
@@ -42,10 +44,14 @@ class PlainFormat(Format):
         self.order = order
 
     def supports(self, group: LayerGroup) -> Support:
-        """Attention groups with at least one stored tensor."""
+        """Attention groups with at least one stored tensor, whose units are pages: a sequence or a window."""
         if group.kind != "attention":
             return unsupported(
                 f"{self.name} stores tokens; {group.prefix!r} is a {group.kind} and needs a state component"
+            )
+        if group.space not in _SPACES:
+            return unsupported(
+                f"{self.name} stores pages of a {' or a '.join(_SPACES)}, not of a {group.space!r} space"
             )
         return FULL if group.tensors else unsupported(f"layer group {group.prefix!r} stores no tensors")
 

@@ -8,22 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.contract import FULL, Backup, Fence, Support, UnitBlock, all_fences
+from kvcore.builtin.saved import Part, copy_all, offsets_of, part_of
+from kvcore.contract import DONE, FULL, Backup, Fence, Support, UnitBlock
 from kvcore.errors import BackupError
 from kvcore.layout import Layout
 
-Part = tuple[str, tuple[str, ...], int]
 
-
-@dataclass(frozen=True)
+@dataclass
 class _Saved:
     buffer: npt.NDArray[np.uint8]
     parts: tuple[Part, ...]
     nbytes: int
+    fence: Fence = DONE
+
+
+class _SaveFence(Fence):
+    """The copies of one save; a failed one takes the key back."""
+
+    def __init__(self, backup: HostTensorBackup, key: str, saved: _Saved, copies: Fence) -> None:
+        self._backup, self._key, self._saved, self._copies = backup, key, saved, copies
+
+    def done(self) -> bool:
+        return self._copies.done()
+
+    def wait(self) -> None:
+        try:
+            self._copies.wait()
+        except Exception as error:
+            self._backup._forget(self._key, self._saved)
+            raise _failed("saving a request failed; nothing is kept", self._key, error) from error
 
 
 class HostTensorBackup(Backup):
@@ -48,41 +66,43 @@ class HostTensorBackup(Backup):
         """Gather all blocks into one buffer. Raises BackupError for a key in use or a copy that failed."""
         if key in self._saved:
             raise BackupError("backup key is in use", key=key)
-        parts = tuple(_part(block) for block in blocks)
-        nbytes = sum(size for _, _, size in parts)
-        buffer = self._take(nbytes)
+        parts = tuple(part_of(block) for block in blocks)
+        nbytes = sum(block.nbytes for block in blocks)
+        saved = _Saved(self._take(nbytes), parts, nbytes)
         try:
-            fences, offset = [], 0
-            for block in blocks:
-                fences.append(block.copy_out(buffer[offset : offset + block.nbytes]))
-                offset += block.nbytes
+            copies = copy_all(
+                partial(block.copy_out, saved.buffer[start : start + block.nbytes])
+                for block, start in zip(blocks, offsets_of(key, parts, blocks), strict=True)
+            )
         except Exception as error:
-            self._give(buffer)
-            raise BackupError("saving a request failed; nothing is kept", key=key, cause=repr(error)) from error
-        self._saved[key] = _Saved(buffer, parts, nbytes)
-        return all_fences(fences)
+            self._give(saved.buffer)
+            raise _failed("saving a request failed; nothing is kept", key, error) from error
+        self._saved[key] = saved
+        if not copies.done():
+            saved.fence = _SaveFence(self, key, saved, copies)
+        return saved.fence
 
     def restore(self, key: str, blocks: Sequence[UnitBlock]) -> Fence:
-        """Scatter the saved bytes into ``blocks``, which must match what was saved, in any order."""
+        """Scatter the saved bytes into ``blocks``, which must match what was saved, in any order.
+
+        Waits for a save under way. Raises BackupError; the bytes stay saved.
+        """
         saved = self._get(key)
-        starts, offset = {}, 0
-        for part in saved.parts:
-            starts[part] = offset
-            offset += part[2]
-        asked = [_part(block) for block in blocks]
-        if sorted(asked) != sorted(saved.parts):
-            raise BackupError("blocks to restore are not those saved", key=key, expected=saved.parts, got=asked)
-        fences = []
-        for block, part in zip(blocks, asked, strict=True):
-            start = starts[part]
-            fences.append(block.copy_in(saved.buffer[start : start + block.nbytes]))
-        return all_fences(fences)
+        saved.fence.wait()
+        starts = offsets_of(key, saved.parts, blocks)
+        try:
+            return copy_all(
+                partial(block.copy_in, saved.buffer[start : start + block.nbytes])
+                for block, start in zip(blocks, starts, strict=True)
+            )
+        except Exception as error:
+            raise _failed("restoring a request failed; it is still saved", key, error) from error
 
     def drop(self, key: str) -> None:
-        """Forget ``key`` and keep its buffer for reuse."""
+        """Forget ``key``, once its copy has ended, and keep its buffer for reuse."""
         saved = self._get(key)
-        del self._saved[key]
-        self._give(saved.buffer)
+        self._quiet(saved)
+        self._forget(key, saved)
 
     @property
     def bytes_held(self) -> int:
@@ -95,7 +115,9 @@ class HostTensorBackup(Backup):
         return sum(buffer.nbytes for buffer in self._spare)
 
     def close(self) -> None:
-        """Free everything."""
+        """Wait for copies and free everything."""
+        for saved in list(self._saved.values()):
+            self._quiet(saved)
         self._saved.clear()
         self._spare.clear()
 
@@ -104,6 +126,17 @@ class HostTensorBackup(Backup):
             return self._saved[key]
         except KeyError:
             raise BackupError("no such backup", key=key, held=sorted(self._saved)) from None
+
+    def _quiet(self, saved: _Saved) -> None:
+        try:
+            saved.fence.wait()
+        except BackupError:
+            return  # whoever holds the fence is told; here only the end of the copy matters
+
+    def _forget(self, key: str, saved: _Saved) -> None:
+        if self._saved.get(key) is saved:
+            del self._saved[key]
+            self._give(saved.buffer)
 
     def _take(self, nbytes: int) -> npt.NDArray[np.uint8]:
         fitting = [i for i, buffer in enumerate(self._spare) if buffer.nbytes >= nbytes]
@@ -118,5 +151,5 @@ class HostTensorBackup(Backup):
             self._spare.pop(0)
 
 
-def _part(block: UnitBlock) -> Part:
-    return (block.group, block.components, block.nbytes)
+def _failed(message: str, key: str, error: Exception) -> BackupError:
+    return BackupError(message, key=key, cause=repr(error))

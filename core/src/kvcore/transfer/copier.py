@@ -7,6 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,16 @@ from kvcore.errors import KVCoreError, TransferError
 from kvcore.moves import run_program
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class Task(Protocol):
+    """Something to copy. Exactly one of the two is called, once, and neither raises what a copy may raise."""
+
+    def run(self) -> None:
+        """Copy."""
+
+    def cancel(self) -> None:
+        """End without copying: the copier is closed."""
 
 
 class CopyTask(ReadHandle):
@@ -69,7 +80,7 @@ class Copier(ABC):
     """Runs copy tasks in the order they come."""
 
     @abstractmethod
-    def submit(self, task: CopyTask) -> None:
+    def submit(self, task: Task) -> None:
         """Run a task, now or soon."""
 
     @abstractmethod
@@ -80,7 +91,7 @@ class Copier(ABC):
 class InlineCopier(Copier):
     """Copies at once, in the caller's thread."""
 
-    def submit(self, task: CopyTask) -> None:
+    def submit(self, task: Task) -> None:
         task.run()
 
     def close(self) -> None:
@@ -91,12 +102,12 @@ class ThreadCopier(Copier):
     """Copies on one thread, started with the first task."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[CopyTask | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, task: CopyTask) -> None:
+    def submit(self, task: Task) -> None:
         with self._lock:
             if not self._closed:
                 if self._thread is None:

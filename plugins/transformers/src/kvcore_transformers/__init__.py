@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from kvcore.contract import Command, ModelAdapter, PluginInfo
 from kvcore.hookspecs import hookimpl
 
-PLUGIN = PluginInfo(name="transformers", contract=(1, 0), summary="Hugging Face models, kvcore run")
+PLUGIN = PluginInfo(name="transformers", contract=(1, 0), summary="Hugging Face models, kvcore run, kvcore plan")
 
 
 @hookimpl
 def kvcore_register_models() -> Sequence[type[ModelAdapter]]:
-    """Decoder-only models with full attention in every layer: Llama, Qwen, Mistral, SmolLM."""
+    """Decoder-only models: Llama and SmolLM, Qwen, Mistral, Gemma 3, DeepSeek-V3."""
     from kvcore_transformers.adapters import ADAPTERS
 
     return ADAPTERS
@@ -20,7 +20,7 @@ def kvcore_register_models() -> Sequence[type[ModelAdapter]]:
 
 @hookimpl
 def kvcore_register_commands() -> Sequence[Command]:
-    """kvcore run."""
-    from kvcore_transformers.run import COMMANDS
+    """kvcore run, kvcore plan."""
+    from kvcore_transformers import plan, run
 
-    return COMMANDS
+    return (*run.COMMANDS, *plan.COMMANDS)

@@ -4,20 +4,27 @@ A Hugging Face attention layer hands its ``kwargs`` to ``cache.update`` and pass
 function. :class:`PagedBatch` stores the layer's new keys and values and leaves a :class:`LayerContext` in that dict; the
 registered function finds it and attends on the pools. So one forward pass serves a ragged batch: the new tokens of all
 rows are packed into one sequence ``[1, T]`` and the step's plan says where each row begins.
+
+Latent attention (DeepSeek) expands what is stored to keys and values inside the model, out of a cache's reach. There
+``update`` returns the stored latents of all rows, one row after the other, and the attention function attends row by row
+over what the model made of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from kvcore.cache import Step
 from kvcore.contract import AttendParams
 from kvcore.errors import RequestError, UnsupportedError
+from kvcore.spec import LayerGroup, ModelSpec
 
 ATTENTION = "kvcore_paged"
 """Name of the attention implementation, for ``model.set_attn_implementation``."""
@@ -27,14 +34,25 @@ _CONTEXT = "kvcore"
 _REFUSED = ("position_bias", "softcap", "logits_soft_cap", "block_mask")
 
 
+class Span(NamedTuple):
+    """Where a row is among the packed queries, and among the keys of all rows."""
+
+    queries: slice
+    keys: slice
+
+
 class LayerContext:
-    """What the attention function needs to know: the step under way and the layer."""
+    """What the attention function needs to know: the step under way and the layer.
 
-    __slots__ = ("layer", "step")
+    With ``spans`` the keys and values it is given are those of all rows, expanded by the model, and it reads no pool.
+    """
 
-    def __init__(self, step: Step, layer: int) -> None:
+    __slots__ = ("layer", "spans", "step")
+
+    def __init__(self, step: Step, layer: int, spans: tuple[Span, ...] | None = None) -> None:
         self.step = step
         self.layer = layer
+        self.spans = spans
 
 
 class PagedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
@@ -44,11 +62,14 @@ class PagedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
 
     Args:
         step: the step under way; its rows are packed in batch order.
+        model: the layer groups that the step's cache was made for.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, model: ModelSpec) -> None:
         super().__init__(layers=[])
         self._step = step
+        self._groups = {layer: group for group in model.groups for layer in group.layers}
+        self._stored: dict[str, tuple[torch.Tensor, tuple[Span, ...]]] = {}
 
     def update(
         self,
@@ -59,7 +80,10 @@ class PagedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
         kwargs: dict[str, Any] | None = None,
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store ``[1, H, T, D]`` keys and values of a layer; hand the step to the attention function."""
+        """Store ``[1, H, T, D]`` keys and values of a layer; hand the step to the attention function.
+
+        Returns what it was given; of latent attention, the latents and rotary keys of all rows ``[1, 1, sum L, D]``.
+        """
         if kwargs is None:
             raise UnsupportedError(
                 "the model does not pass its arguments to the cache, so attention cannot be told where to read",
@@ -68,10 +92,36 @@ class PagedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
             )
         if key_states.shape[0] != 1:
             raise RequestError("a paged batch is packed into one sequence", expected=1, got=key_states.shape[0])
-        rows = {"k": key_states[0].transpose(0, 1), "v": value_states[0].transpose(0, 1)}
-        self._step.store(layer_idx, rows)
-        kwargs[_CONTEXT] = LayerContext(self._step, layer_idx)
-        return key_states, value_states
+        group = self._groups[layer_idx]
+        names = [item.name for item in group.tensors]
+        given = {n: x[0].transpose(0, 1) for n, x in zip(names, (key_states, value_states), strict=True)}
+        self._step.store(layer_idx, given)
+        if "latent" not in given:
+            kwargs[_CONTEXT] = LayerContext(self._step, layer_idx)
+            return key_states, value_states
+        slots, spans = self._everything(group)
+        stored = {n: rows.new_empty(len(slots), *rows.shape[1:]) for n, rows in given.items()}
+        self._step.load(layer_idx, slots, stored)
+        kwargs[_CONTEXT] = LayerContext(self._step, layer_idx, spans)
+        latent, rope = (stored[name].transpose(0, 1)[None] for name in names)
+        return latent, rope
+
+    def _everything(self, group: LayerGroup) -> tuple[torch.Tensor, tuple[Span, ...]]:
+        """Slots of every token of every row, and where each row is among them; the same for all layers of a group."""
+        if group.prefix not in self._stored:
+            plan = self._step.batch(group.prefix)
+            where = [torch.arange(length, device=plan.page_table.device) for length in plan.host_lengths]
+            slots = [
+                plan.page_table[row, at // plan.page_size] * plan.page_size + at % plan.page_size
+                for row, at in enumerate(where)
+            ]
+            bounds = [0, *accumulate(plan.host_lengths)]
+            spans = tuple(
+                Span(slice(*query), slice(*key))
+                for query, key in zip(pairwise(plan.host_query_indptr), pairwise(bounds), strict=True)
+            )
+            self._stored[group.prefix] = torch.cat(slots), spans
+        return self._stored[group.prefix]
 
     # Positions are always given and masks are never made, so lengths are not read; the batch has no single one anyway.
 
@@ -107,16 +157,45 @@ def kvcore_paged(
         raise UnsupportedError(
             "attention 'kvcore_paged' was called without a paged batch",
             module=type(module).__name__,
-            remedy="pass cache=PagedBatch(step), or choose another attention implementation",
+            remedy="pass cache=PagedBatch(step, model), or choose another attention implementation",
         )
     _refuse_unknown(module, attention_mask, dropout, kwargs)
     queries = query[0].transpose(0, 1)
     out = torch.empty(*queries.shape[:2], value.shape[-1], dtype=query.dtype, device=query.device)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if context.spans is not None:
+        if sliding_window or s_aux is not None:
+            raise UnsupportedError(
+                "latent attention with a window or sinks is not known",
+                module=type(module).__name__,
+                layer=context.layer,
+            )
+        _attend_rows(context.spans, query, key, value, out, scale)
+        return out[None], None
     context.step.attend(
         context.layer, queries, out, AttendParams(sm_scale=scale, window=sliding_window or None, sinks=s_aux)
     )
     return out[None], None
+
+
+def _attend_rows(
+    spans: tuple[Span, ...],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+) -> None:
+    """Causal attention of each row over its own keys: ``query [1, H, T, D]``, ``key``, ``value [1, H, sum L, D]``."""
+    for span in spans:
+        rows, keys = span.queries.stop - span.queries.start, span.keys.stop - span.keys.start
+        # The row's last query sees every key.
+        at = torch.arange(keys, device=query.device)
+        mask = at <= at[keys - rows :, None] if rows > 1 else None
+        attended = scaled_dot_product_attention(
+            query[:, :, span.queries], key[:, :, span.keys], value[:, :, span.keys], attn_mask=mask, scale=scale
+        )
+        out[span.queries] = attended[0].transpose(0, 1)
 
 
 def _refuse_unknown(

@@ -189,7 +189,7 @@ class Engine:
         result = self._model(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),
-            cache=PagedBatch(step),
+            cache=PagedBatch(step, self._cache.model),
             use_cache=True,
             logits_to_keep=torch.tensor(last, device=device),
         )

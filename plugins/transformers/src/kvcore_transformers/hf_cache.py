@@ -101,12 +101,15 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def __init__(self, kvcache: KVCache, *, owned: bool = False) -> None:
         group, *others = kvcache.model.groups
-        if others or group.kind != "attention":
+        if others or group.kind != "attention" or group.space != "sequence" or len(group.tensors) != 2:
             raise UnsupportedError(
-                "KVCoreCache holds models with one group of attention layers",
+                "KVCoreCache holds models with one group of attention layers that keep the whole sequence",
                 groups=[item.prefix for item in kvcache.model.groups],
+                remedy="use kvcore_transformers.engine.Engine, which serves windows too",
             )
         self.kvcache = kvcache
+        # What transformers calls keys and values: for latent attention the latent and its rotary part.
+        self._tensors = tuple(item.name for item in group.tensors)
         self._group: LayerGroup = group
         self._owned = owned
         self._name = f"hf{next(_names)}"
@@ -137,12 +140,14 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store ``[B, H, T, D]`` of a layer and return all of its keys and values ``[B, H, L + T, D]``.
 
+        For latent attention these are latents and rotary keys, of different widths; the model expands what is returned.
+
         Raises CapacityError where the pool is full (the cache is as it was before the forward pass).
         """
         batch, _, tokens, _ = key_states.shape
         step = self._step_for(layer_idx, batch, tokens)
-        rows = {"k": _tokens(key_states), "v": _tokens(value_states)}
-        step.store(layer_idx, rows)
+        rows = zip(self._tensors, (_tokens(key_states), _tokens(value_states)), strict=True)
+        step.store(layer_idx, dict(rows))
         result = self._gather(step, layer_idx, key_states, value_states)
         self._seen.add(layer_idx)
         if len(self._seen) == len(self._group.layers):
@@ -215,13 +220,13 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._slots is not None
         out = {}
-        for name, like in (("k", key_states), ("v", value_states)):
+        for name, like in zip(self._tensors, (key_states, value_states), strict=True):
             out[name] = torch.empty(
                 len(self._slots), like.shape[1], like.shape[3], dtype=like.dtype, device=like.device
             )
         step.load(layer, self._slots, out)
         batch = len(self._rows)
-        keys, values = (rows.view(batch, -1, *rows.shape[1:]).transpose(1, 2) for rows in (out["k"], out["v"]))
+        keys, values = (rows.view(batch, -1, *rows.shape[1:]).transpose(1, 2) for rows in out.values())
         return keys, values
 
     def _close_step(self) -> None:

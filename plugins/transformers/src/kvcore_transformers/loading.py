@@ -16,7 +16,7 @@ from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.layout import Layout
 from kvcore.registry import Registry
 from kvcore.spec import ModelSpec, Shard
-from kvcore_transformers.adapters import enabled
+from kvcore_transformers.adapters import adapter_for, enabled
 
 DTYPES: dict[torch.dtype, str] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 """Compute dtypes that have a plain format, by name."""
@@ -66,7 +66,7 @@ def model_spec(registry: Registry, config: Any, dtype: torch.dtype) -> ModelSpec
     """Layer groups of a model that computes in ``dtype``. Raises UnsupportedError for what no plugin can hold."""
     if dtype not in DTYPES:
         raise UnsupportedError("the model computes in a dtype that has no plain format", dtype=str(dtype))
-    spec = registry.model_adapter(config).spec(config)
+    spec = adapter_for(registry, config).spec(config)
     return msgspec.structs.replace(spec, dtype=DTYPES[dtype])
 
 

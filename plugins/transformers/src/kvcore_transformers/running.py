@@ -14,9 +14,10 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from kvcore.config import Config, load_config
+from kvcore.config import Config, RetractionConfig, load_config
 from kvcore.errors import ConfigError, DuplicateRequestError, EmptyPromptError, KVCoreError
-from kvcore.sizing import token_capacity, units_for_memory
+from kvcore.layout import Layout
+from kvcore.sizing import Units, token_capacity, units_for_memory
 from kvcore_transformers.adapters import enabled
 from kvcore_transformers.fleet import Fleet
 from kvcore_transformers.pair import Pair, ServedRun, Setup, serve_alone
@@ -60,7 +61,7 @@ def execute(options: RunOptions, console: Console) -> RunReport:
 
     Raises ConfigError, PluginError or UnsupportedError for what cannot work, before a process is started.
     """
-    config = load_config(options.config, options.overrides)
+    config = with_pool_size(load_config(options.config, options.overrides))
     _check_names(config)
     prompts = read_prompts(options.prompts or shipped_prompts())
     directory = ensure_model(options.model, lambda line: console.print(line, style="dim", highlight=False))
@@ -125,6 +126,15 @@ def make_requests(
     return entries
 
 
+def with_pool_size(config: Config) -> Config:
+    """Give ``host_pool`` as much host memory as the cache has where no size is configured: every request fits once."""
+    retraction = config.retraction
+    if (retraction.policy, retraction.backend) != ("backup", "host_pool") or "size" in retraction.options:
+        return config
+    options = {**retraction.options, "size": config.cache.memory}
+    return msgspec.structs.replace(config, retraction=msgspec.structs.replace(retraction, options=options))
+
+
 def _check_names(config: Config) -> None:
     """Refuse unknown plugins, formats, transports and backups before a model is converted or loaded."""
     registry = enabled(config)
@@ -139,7 +149,7 @@ def _check_sizes(config: Config, hf_config: Any, chunk: int, loading: Any) -> No
     if chunk > config.cache.max_tokens:
         raise ConfigError("chunk out of range", chunk=chunk, max_tokens=config.cache.max_tokens)
     _, layouts = loading.describe(config, hf_config)
-    units_for_memory(layouts, config.cache.memory)
+    _units(config, layouts, config.cache.memory)
 
 
 def _references(
@@ -162,9 +172,21 @@ def _roomy(config: Config, hf_config: Any, requests: Sequence[GenerationRequest]
     page = config.cache.page_size
     needed = sum(len(item.prompt) + item.max_new_tokens + 2 * page for item in requests)
     memory = config.cache.memory
-    while (token_capacity(layouts, units_for_memory(layouts, memory)) or needed) < needed:
+    while (token_capacity(layouts, _units(config, layouts, memory)) or needed) < needed:
         memory *= 2
-    return msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, memory=memory))
+    return msgspec.structs.replace(
+        config,
+        cache=msgspec.structs.replace(config.cache, memory=memory),
+        retraction=RetractionConfig(policy="recompute"),  # no host memory for what does not happen
+    )
+
+
+def _units(config: Config, layouts: Mapping[str, Layout], memory: int) -> Units:
+    """The units a cache of this configuration and ``memory`` bytes has."""
+    cache = config.cache
+    return units_for_memory(
+        layouts, memory, max_requests=cache.max_requests, step_tokens=cache.max_tokens, step_rows=cache.max_rows
+    )
 
 
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:

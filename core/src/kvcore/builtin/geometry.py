@@ -1,0 +1,28 @@
+"""Options that describe a layer group on the command line, shared by the commands that need one (no torch)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvcore.errors import UnsupportedError
+from kvcore.spec import LayerGroup, TensorSpec
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PageSize = Annotated[int | None, typer.Option(help="Tokens a page.")]
+Heads = Annotated[int, typer.Option(help="Query heads.", min=1)]
+KvHeads = Annotated[int, typer.Option(help="Heads of K and V.", min=1)]
+HeadDim = Annotated[int, typer.Option(help="Elements a head.", min=1)]
+Layers = Annotated[int, typer.Option(help="Layers.", min=1)]
+
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 8, 2, 64, 2
+"""What the options are when they are not given."""
+
+
+def attention_group(heads: int, kv_heads: int, head_dim: int, layers: int) -> LayerGroup:
+    """A group ``full`` with tensors ``k`` and ``v``. Raises UnsupportedError where heads do not divide."""
+    if heads % kv_heads:
+        raise UnsupportedError("query heads are not a multiple of K/V heads", heads=heads, kv_heads=kv_heads)
+    tensors = (TensorSpec("k", kv_heads, head_dim), TensorSpec("v", kv_heads, head_dim))
+    return LayerGroup("full", tuple(range(layers)), tensors, num_query_heads=heads)

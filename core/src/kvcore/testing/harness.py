@@ -1,0 +1,258 @@
+"""Caches for the suites: the real façade around one thing under test, and what is read out of it byte by byte."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvcore.cache import KVCache
+from kvcore.config import load_config
+from kvcore.contract import (
+    FULL,
+    Backup,
+    Format,
+    IndexSpace,
+    Kernel,
+    PoolBuilder,
+    PoolView,
+    StateComponent,
+    Support,
+    Transport,
+    unsupported,
+)
+from kvcore.errors import UnsupportedError
+from kvcore.layout import ArenaOrder, Layout
+from kvcore.peers import ReceiveDone, ReceiveFailed
+from kvcore.registry import Registry
+from kvcore.spec import LayerGroup, ModelSpec, Shard
+from kvcore.testing.memory import POISON, Bytes, Map
+
+TIMEOUT_S = 20.0
+"""How long a suite waits for something that takes milliseconds."""
+
+
+def skip_unsupported(support: Support, what: str) -> None:
+    """Skip a check because the subject declares that it cannot: the only reason for which the kit skips.
+
+    A refusal without a reason is a failure.
+    """
+    if not support:
+        assert support.reason, f"{what} is refused without a reason"
+        pytest.skip(f"{what}: {support.reason}")
+
+
+_ATTENDED = ({"k", "v"}, {"latent"}, {"latent", "rope"})
+
+
+class _NoAttention(Kernel):
+    """Serves groups with tensors that nothing attends over, so that how they are stored and moved can be checked."""
+
+    formats = ("*",)
+    priority = -1_000_000
+
+    def supports(self, device: str, layout: Layout, group: LayerGroup) -> Support:
+        """Groups that the reference does not attend over."""
+        attended = {tensor.name for tensor in group.tensors} in _ATTENDED
+        return unsupported("a real kernel serves this group") if attended else FULL
+
+    def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> Callable[..., Any]:
+        """Return a function that refuses."""
+
+        def attend(*arguments: object) -> None:
+            raise UnsupportedError("the conformance kit does not attend over this group", group=group.prefix)
+
+        return attend
+
+
+class NoDecode(_NoAttention):
+    """No decode."""
+
+    op = "attend_decode"
+    name = "conformance_no_decode"
+
+
+class NoPrefill(_NoAttention):
+    """No prefill."""
+
+    op = "attend_prefill"
+    name = "conformance_no_prefill"
+
+
+class Subject(Registry):
+    """A registry in which one thing is an instance given by a test; everything else comes from ``base``."""
+
+    def __init__(
+        self,
+        base: Registry,
+        *,
+        format: Format | None = None,
+        backup: Callable[[], Backup] | None = None,
+        transport: Callable[[], Transport] | None = None,
+    ) -> None:
+        super().__init__([])
+        self._base = base
+        self._format, self._backup, self._transport = format, backup, transport
+
+    def format(self, name: str, **options: Any) -> Format:
+        """The format under test."""
+        return self._format or self._base.format(name, **options)
+
+    def backup(self, name: str, **options: Any) -> Backup:
+        """The backup under test."""
+        return self._backup() if self._backup else self._base.backup(name, **options)
+
+    def transport(self, name: str, **options: Any) -> Transport:
+        """The transport under test."""
+        return self._transport() if self._transport else self._base.transport(name, **options)
+
+    def kernels(self) -> list[Kernel]:
+        """Kernels of the base, and stand-ins for attention over groups that no attention exists for."""
+        return [*self._base.kernels(), NoDecode(), NoPrefill()]
+
+    def pool_builders(self) -> list[PoolBuilder]:
+        """Pool builders of the base."""
+        return self._base.pool_builders()
+
+    def index_spaces(self) -> dict[str, IndexSpace]:
+        """Index spaces of the base."""
+        return self._base.index_spaces()
+
+    def state_components(self) -> list[StateComponent]:
+        """State components of the base."""
+        return self._base.state_components()
+
+
+@contextmanager
+def open_cache(
+    registry: Registry, group: LayerGroup, *, page_size: int, arena: ArenaOrder, pages: int = 12
+) -> Iterator[KVCache]:
+    """A cache of ``pages`` pages for one group, every byte poisoned but those of null units."""
+    probe = registry.format("subject").layout(group, page_size=page_size, shard=Shard(), arena=arena)
+    settings = {
+        "cache.page_size": page_size,
+        "cache.arena": arena,
+        "cache.memory": Map(probe, dict.fromkeys((r.name for r in probe.ranges), pages + 1)).arena_bytes,
+        "cache.max_tokens": page_size * pages,
+    }
+    config = load_config(None, settings)
+    with KVCache.create(ModelSpec("conformance", (group,), "fp32"), config, registry) as cache:
+        cache.poison_freed = True
+        View(cache, group).poison()
+        yield cache
+
+
+class View:
+    """One group of a cache: random rows, and its bytes by the kit's own addresses."""
+
+    def __init__(self, cache: KVCache, group: LayerGroup) -> None:
+        self.cache = cache
+        self.group = group
+        self.layout: Layout = cache.layouts[group.prefix]
+        self.pool = cache.store.pools[group.prefix]
+        self.map = Map(self.layout, {name: n for spans in self.pool.placement.ranges.values() for name, _, n in spans})
+        self.range = self.layout.ranges[0].name
+        self.page_size = self.layout.space_of_range(self.range).tokens_per_unit
+
+    @property
+    def arena(self) -> Bytes:
+        """The live arena."""
+        return self.pool.arena.array()
+
+    def poison(self) -> None:
+        """Fill everything but null units."""
+        keep = self.null_bytes().copy()
+        self.arena[:] = POISON
+        self.arena[keep] = 0
+
+    def null_bytes(self) -> Any:
+        """Addresses of every null unit."""
+        firsts = {first for spans in self.pool.placement.ranges.values() for _, first, _ in spans}
+        spans = [
+            np.arange(span.start, span.stop)
+            for layer in self.layout.layers
+            for region in self.layout.regions
+            for unit in firsts
+            for span in [self.map.unit(layer, region.name, unit)]
+        ]
+        return np.concatenate(spans)
+
+    def rows(self, tokens: int, seed: int, layer: int = 0) -> dict[str, torch.Tensor]:
+        """Random rows of every tensor, of widely differing size."""
+        generator = torch.Generator().manual_seed(seed * 1000 + layer)
+        return make_rows(self.group, tokens, generator)
+
+    def write(self, request: str, tokens: int, seed: int, valid: torch.Tensor | None = None) -> dict[int, Any]:
+        """Store random tokens in every layer through the façade; returns what was stored, by layer."""
+        stored = {layer: self.rows(tokens, seed, layer) for layer in self.layout.layers}
+        with self.cache.begin([(request, tokens)]) as step:
+            for layer, rows in stored.items():
+                step.store(layer, rows, valid).wait()
+            step.commit()
+        return stored
+
+    def slots(self, request: str, start: int, stop: int) -> torch.Tensor:
+        """Slots of tokens of a request, from its unit table."""
+        units = self.cache.units(request, self.group.prefix, self.range)
+        return torch.tensor(
+            [int(units[t // self.page_size]) * self.page_size + t % self.page_size for t in range(start, stop)]
+        )
+
+    def load(self, layer: int, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Decoded rows of slots, over an output full of NaN."""
+        out = {t.name: torch.full((len(slots), t.num_heads, t.head_dim), float("nan")) for t in self.group.tensors}
+        self.cache.store.load(layer, slots, out).wait()
+        return out
+
+    def tables(self, request: str) -> dict[str, list[int]]:
+        """Unit ids of a request in logical order, by range."""
+        return {r.name: self.cache.units(request, self.group.prefix, r.name).tolist() for r in self.layout.ranges}
+
+    def request_bytes(self, request: str, component: str | None = None) -> Bytes:
+        """Copy of every byte of a request's units (of one component), in logical order."""
+        parts = [
+            self.map.units(self.arena, unit, component, name)
+            for name, units in self.tables(request).items()
+            for unit in units
+        ]
+        return np.concatenate(parts)
+
+
+def make_rows(group: LayerGroup, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Random rows ``[T, H, D]`` by tensor: every element differs, sizes of tokens and heads differ."""
+    rows = {}
+    for tensor in group.tensors:
+        values = torch.randn(tokens, tensor.num_heads, tensor.head_dim, generator=generator)
+        size = torch.rand(tokens, tensor.num_heads, 1, generator=generator) * 3 + 0.1
+        rows[tensor.name] = values * size
+    return rows
+
+
+def pull(source: KVCache, target: KVCache, request: str, tokens: int) -> ReceiveDone:
+    """Move a request from one cache to another as a prefill and a decode process would, in two chunks."""
+    sender, receiver = source.serve(), None
+    try:
+        receiver = target.connect(sender.address)
+        sender.begin(request, tokens)
+        receiver.ask(request, tokens)
+        sender.offer(request, 0, tokens // 2)
+        sender.offer(request, tokens // 2, tokens, last=True, engine_data=b"engine data")
+        end = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < end:
+            receiver.wait_event(0.05)
+            sender.events()
+            for event in receiver.events():
+                if isinstance(event, ReceiveFailed):
+                    raise event.error
+                if isinstance(event, ReceiveDone):
+                    return event
+        raise AssertionError(f"no transfer within {TIMEOUT_S} s")
+    finally:
+        if receiver is not None:
+            receiver.close()
+        sender.close()

@@ -1,0 +1,113 @@
+"""Where bytes lie, worked out again from a layout's declarations alone: the oracle of the suites.
+
+Nothing here calls the addressing code of :mod:`kvcore.fields`, :mod:`kvcore.layout` or :mod:`kvcore.moves`; only what a
+layout *declares* is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.layout import Field, Int64Array, Layout
+
+Bytes = npt.NDArray[np.uint8]
+
+ITEM_BYTES = {
+    "u8": 1, "i32": 4, "i64": 8, "fp16": 2, "bf16": 2, "fp32": 4,
+    "e4m3fn": 1, "e4m3fnuz": 1, "e5m2": 1, "e5m2fnuz": 1, "e8m0": 1,
+}  # fmt: skip
+"""Bytes of an element, by storage dtype."""
+
+POISON = 0xFF
+"""Fills memory before a check: NaN in every float dtype, −1 in every integer one."""
+
+
+def element_offsets(field: Field) -> Int64Array:
+    """Byte offset inside the unit of every element of a data field: ``int64 [*logical shape]``."""
+    sizes = {axis.name: axis.size for axis in field.axes}
+    stored = {axis.name: max(axis.size, axis.padded) for axis in field.axes}
+    terms = []
+    for word in field.order.split():
+        rest, _, modulus = word.partition("%")
+        name, _, divisor = rest.partition("//")
+        step = int(divisor or 1)
+        terms.append((name, step, int(modulus or stored[name] // step)))
+    places = dict(zip(sizes, np.indices(tuple(sizes.values()), dtype=np.int64), strict=True))
+    offsets = np.full(tuple(sizes.values()), field.offset, np.int64)
+    stride = ITEM_BYTES[field.dtype]
+    for name, step, count in reversed(terms):
+        offsets += places[name] // step % count * stride
+        stride *= count
+    return offsets
+
+
+@lru_cache(maxsize=1024)
+def element_bytes(field: Field) -> Int64Array:
+    """Offsets of every byte that carries data: ``int64 [*logical shape, item size]``, read-only."""
+    found = element_offsets(field)[..., None] + np.arange(ITEM_BYTES[field.dtype])
+    found.flags.writeable = False
+    return found
+
+
+class Map:
+    """The addresses of one placed layout.
+
+    Args:
+        layout: what is placed.
+        units: units of every range, the null unit included.
+    """
+
+    def __init__(self, layout: Layout, units: Mapping[str, int]) -> None:
+        self.layout = layout
+        self.count = {r.name: sum(units[name] for name in r.ranges) for r in layout.regions}
+        self.starts: dict[tuple[int, str], tuple[int, int]] = {}
+        """Layer and region → offset of unit 0, and the step to the next unit."""
+        envelope = len(layout.layers) * sum(region.unit_bytes for region in layout.regions)
+        at = 0
+        for layer in layout.layers:
+            for region in layout.regions:
+                if layout.arena == "page_major":
+                    self.starts[layer, region.name] = (at, envelope)
+                    at += region.unit_bytes
+                else:
+                    self.starts[layer, region.name] = (at, region.unit_bytes)
+                    at += region.unit_bytes * self.count[region.name]
+        self.arena_bytes = at if layout.arena == "layer_major" else envelope * self.count[layout.regions[0].name]
+
+    def unit(self, layer: int, region: str, unit: int) -> slice:
+        """The bytes of one unit."""
+        base, step = self.starts[layer, region]
+        return slice(base + unit * step, base + unit * step + self.layout.region(region).unit_bytes)
+
+    def units(self, arena: Bytes, unit: int, component: str | None = None, range_name: str | None = None) -> Bytes:
+        """Copy of one unit over all layers and regions (of one component, of one range), layer by layer."""
+        regions = [
+            r.name
+            for r in self.layout.regions
+            if component in (None, r.component) and (range_name is None or range_name in r.ranges)
+        ]
+        parts = [arena[self.unit(layer, name, unit)] for layer in self.layout.layers for name in regions]
+        return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+
+    def element(self, layer: int, region: str, field: Field, unit: int, slot: int | None) -> Int64Array:
+        """Byte addresses of a field's elements in one slot of a unit (None: no slot axis): ``[*other axes, item]``."""
+        base, step = self.starts[layer, region]
+        inside = element_bytes(field)
+        if slot is not None:
+            axis = [axis.name for axis in field.axes].index("slot")
+            inside = np.take(inside, slot, axis=axis)
+        return np.asarray(base + unit * step + inside, np.int64)
+
+    def logical(self, component: str) -> int:
+        """Bytes with meaning of one unit of a component, all layers."""
+        regions = [r for r in self.layout.regions if r.component == component]
+        return len(self.layout.layers) * sum(element_bytes(f).size for r in regions for f in r.data_fields)
+
+
+def pattern(nbytes: int, seed: int) -> Bytes:
+    """Random bytes, none of them :data:`POISON`."""
+    return np.random.default_rng(seed).integers(0, POISON, nbytes, np.uint8)
