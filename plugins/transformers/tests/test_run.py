@@ -19,6 +19,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 PAGE_BYTES = 3 * 2 * 2 * 16 * 16 * 4
 
 
+def _heed_interrupts() -> None:
+    """Test runners that spread tests over processes ignore SIGINT in them, and a child would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Run:
     """A ``kvcore run`` under way; its stderr is collected with times."""
 
@@ -30,6 +35,7 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "COLUMNS": "200"},
+            preexec_fn=_heed_interrupts,
         )
         self.lines: list[tuple[float, str]] = []
         self._more = threading.Condition()

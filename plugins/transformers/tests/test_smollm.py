@@ -16,7 +16,7 @@ from kvcore_transformers.loading import load_model, load_tokenizer
 from kvcore_transformers.prompts import read_prompts, shipped_prompts, tokenize
 from kvcore_transformers.weights import ensure_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_generate_answers_as_with_its_own_cache(directory):
     assert "Paris" in tokenizer.decode(got[0])
 
 
-@pytest.mark.parametrize("options", [(), ("--memory", "18MiB", "--retraction", "recompute")])
+@pytest.mark.parametrize("options", [(), ("--memory", "18MiB"), ("--memory", "18MiB", "--retraction", "recompute")])
 def test_run_agrees_with_ordinary_runs(directory, options):
     code = "import sys; from kvcore.cli.main import main; sys.exit(main())"
     done = subprocess.run(
