@@ -67,7 +67,7 @@ bench: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict $(SOURCES)
+	$(BIN)/mypy --strict $(SOURCES) examples/*/src
 
 fmt: venv
 	$(BIN)/ruff check --fix .

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import Self
+from typing import Generic, Self
 
 import zmq.auth
 
@@ -14,9 +15,11 @@ from kvcore.errors import ConfigError
 from kvcore.manager import Manager
 from kvcore.store import Store
 from kvcore.transfer.endpoint import CurveKeys, EndpointStats, ReceiverEndpoint, SenderEndpoint
+from kvcore.transfer.loop import Endpoint
 from kvcore.transfer.manifest import Manifest
 from kvcore.transfer.payload import Payload
 from kvcore.transfer.session import (
+    EventT,
     ReceiveDone,
     ReceiveEvent,
     ReceiveFailed,
@@ -40,7 +43,55 @@ __all__ = [
 ]
 
 
-class SendSide:
+class _Side(ABC, Generic[EventT]):
+    """What both ends share: the endpoint, and events that reach the engine once their units are seen to."""
+
+    def __init__(self, link: Endpoint[EventT], transport: Transport, manager: Manager, store: Store) -> None:
+        self._link = link
+        self._transport = transport
+        self._manager = manager
+        self._store = store
+        self._queue: deque[EventT] = deque()
+
+    def events(self) -> list[EventT]:
+        """Take what has happened; the units of what is over are released, or ready to decode."""
+        self._drain()
+        taken = list(self._queue)
+        self._queue.clear()
+        return taken
+
+    def wait_event(self, timeout_s: float) -> bool:
+        """Wait until :meth:`events` has something; False when the time is over or the endpoint is closed."""
+        if not self._queue:
+            event = self._link.wait_event(timeout_s)
+            if event is not None:
+                self._take(event)
+        return bool(self._queue)
+
+    def stats(self) -> EndpointStats:
+        """Bytes and times so far."""
+        return self._link.stats()
+
+    def close(self) -> None:
+        """Abort what is under way and leave nothing behind. Idempotent."""
+        self._link.close()
+        self._drain()
+        self._transport.close()
+
+    def _drain(self) -> None:
+        for event in self._link.events():
+            self._take(event)
+
+    def _take(self, event: EventT) -> None:
+        self._apply(event)
+        self._queue.append(event)
+
+    @abstractmethod
+    def _apply(self, event: EventT) -> None:
+        """See to the units that an event is about."""
+
+
+class SendSide(_Side[SendEvent]):
     """Offers requests to the decode processes that connect. Calls are made by the engine's thread only.
 
     The final event of a request (:class:`SendDone`, :class:`SendFailed`) releases it. An engine that wants to end it
@@ -48,11 +99,8 @@ class SendSide:
     """
 
     def __init__(self, endpoint: SenderEndpoint, transport: Transport, manager: Manager, store: Store) -> None:
+        super().__init__(endpoint, transport, manager, store)
         self._endpoint = endpoint
-        self._transport = transport
-        self._manager = manager
-        self._store = store
-        self._queue: deque[SendEvent] = deque()
         self._begun: dict[str, _Held] = {}
         self._totals: dict[str, int] = {}
 
@@ -107,35 +155,6 @@ class SendSide:
         """Give a request up; its :class:`SendFailed` follows. Raises UnknownRequestError when it is over."""
         self._endpoint.abort(request_id, reason)
 
-    def events(self) -> list[SendEvent]:
-        """Take what has happened; requests that are over have been released."""
-        self._drain()
-        taken = list(self._queue)
-        self._queue.clear()
-        return taken
-
-    def wait_event(self, timeout_s: float) -> bool:
-        """Wait until :meth:`events` has something; False when the time is over or the endpoint is closed."""
-        if not self._queue:
-            event = self._endpoint.wait_event(timeout_s)
-            if event is not None:
-                self._apply(event)
-        return bool(self._queue)
-
-    def stats(self) -> EndpointStats:
-        """Bytes and times so far."""
-        return self._endpoint.stats()
-
-    def close(self) -> None:
-        """Abort what is under way and leave nothing behind. Idempotent."""
-        self._endpoint.close()
-        self._drain()
-        self._transport.close()
-
-    def _drain(self) -> None:
-        for event in self._endpoint.events():
-            self._apply(event)
-
     def _apply(self, event: SendEvent) -> None:
         self._totals.pop(event.request, None)
         held = self._begun.pop(event.request, None)
@@ -144,10 +163,9 @@ class SendSide:
         elif event.request in self._manager:  # admitted and not offered yet; one that is not admitted has no units
             self._manager.release(event.request)
             self._store.invalidate(event.request)
-        self._queue.append(event)
 
 
-class ReceiveSide:
+class ReceiveSide(_Side[ReceiveEvent]):
     """Pulls requests from one prefill process. Calls are made by the engine's thread only."""
 
     def __init__(
@@ -157,11 +175,8 @@ class ReceiveSide:
         manager: Manager,
         store: Store,
     ) -> None:
+        super().__init__(endpoint, transport, manager, store)
         self._endpoint = endpoint
-        self._transport = transport
-        self._manager = manager
-        self._store = store
-        self._queue: deque[ReceiveEvent] = deque()
         self._filling: dict[str, _Held] = {}
 
     @classmethod
@@ -203,41 +218,11 @@ class ReceiveSide:
         """Give a request up; its :class:`ReceiveFailed` follows once no read writes its units any more."""
         self._endpoint.abort(request_id, reason)
 
-    def events(self) -> list[ReceiveEvent]:
-        """Take what has happened. Done requests have their length; failed ones are released when quiet."""
-        self._drain()
-        taken = list(self._queue)
-        self._queue.clear()
-        return taken
-
-    def wait_event(self, timeout_s: float) -> bool:
-        """Wait until :meth:`events` has something; False when the time is over or the endpoint is closed."""
-        if not self._queue:
-            event = self._endpoint.wait_event(timeout_s)
-            if event is not None:
-                self._apply(event)
-        return bool(self._queue)
-
-    def stats(self) -> EndpointStats:
-        """Bytes and times so far."""
-        return self._endpoint.stats()
-
-    def close(self) -> None:
-        """Abort what is under way and leave nothing behind. Idempotent."""
-        self._endpoint.close()
-        self._drain()
-        self._transport.close()
-
-    def _drain(self) -> None:
-        for event in self._endpoint.events():
-            self._apply(event)
-
     def _apply(self, event: ReceiveEvent) -> None:
         if isinstance(event, ReceiveDone):
             self._filling.pop(event.request).fill(event.num_tokens)
         elif isinstance(event, ReceiveQuiet) or (isinstance(event, ReceiveFailed) and event.quiet):
             self._filling.pop(event.request).release(self._store)
-        self._queue.append(event)
 
 
 class _Held:

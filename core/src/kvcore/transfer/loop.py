@@ -241,6 +241,10 @@ class Endpoint(Generic[EventT]):
         return self._session.options.heartbeat_s / 4
 
     @abstractmethod
+    def stats(self) -> EndpointStats:
+        """What has been moved, and what is held now."""
+
+    @abstractmethod
     def _start(self) -> None: ...
 
     @abstractmethod
