@@ -28,3 +28,10 @@ def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
     missing = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
     assert not missing
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    named = re.findall(r"`([a-z_/]+\.py)::(test_[a-z0-9_]+)`", (ROOT / "docs/contract.md").read_text())
+    assert len(named) > 30
+    missing = [f"{path}::{test}" for path, test in named if f"def {test}(" not in (ROOT / path).read_text()]
+    assert not missing
