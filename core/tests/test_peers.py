@@ -184,9 +184,31 @@ def test_units_stay_held_when_an_engine_releases_a_request_under_way(
     for cache in caches:
         (part,) = cache.stats().manager.ranges
         assert (part.used, part.quarantined) == (0, 3)
-    send.abort("r", "its engine gave it up")
     take(receive, (ReceiveFailed,))
     take(send, (SendFailed,))
+    assert_empty(prefill)
+    assert_empty(decode)
+
+
+@pytest.mark.parametrize("leave", ["release", "retract"])
+def test_a_request_that_its_engine_takes_away_is_never_committed(
+    caches: tuple[KVCache, KVCache], sides: tuple[SendSide, ReceiveSide], leave: str
+) -> None:
+    """J1: a fork then owns the offered units alone and writes into them in place; a commit would vouch for its bytes."""
+    (prefill, decode), (send, receive) = caches, sides
+    prefill.admit("r", 9)
+    send.begin("r", 9)
+    prefill_chunk(prefill, send, "r", 1, 0, 9, 9)
+    prefill.fork("r", "fork", 7)
+    getattr(prefill, leave)("r")
+    with prefill.begin([("fork", 2)]) as step:
+        for layer in LAYERS:
+            step.store(layer, token_rows(5, 7, 2))
+        step.commit()
+    receive.ask("r", 9)
+    assert isinstance(take(receive, (ReceiveDone, ReceiveFailed)), ReceiveFailed)
+    assert isinstance(take(send, (SendDone, SendFailed)), SendFailed)
+    prefill.release("fork")
     assert_empty(prefill)
     assert_empty(decode)
 

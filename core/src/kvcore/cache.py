@@ -247,10 +247,11 @@ class KVCache:
         return self.manager.fork(request_id, new_id, prefix_tokens)
 
     def release(self, request_id: str) -> None:
-        """End a request: its units return to the pool, rows of a step under way are dropped.
+        """End a request: its units return to the pool, rows of a step under way are dropped, its transfer is aborted.
 
         A second call raises UnknownRequestError.
         """
+        self._let_go(request_id)
         with self._poisoning(request_id):
             self.manager.release(request_id)
             self.store.invalidate(request_id)
@@ -282,7 +283,8 @@ class KVCache:
     # --- retraction ---
 
     def retract(self, request_id: str, engine_data: bytes = b"") -> RetractionHandle:
-        """Take a request off the device. See :meth:`kvcore.backup.Retractor.retract`."""
+        """Take a request off the device; its transfer is aborted. See :meth:`kvcore.backup.Retractor.retract`."""
+        self._let_go(request_id)
         with self._poisoning(request_id):
             return self._retractor.retract(request_id, engine_data)
 
@@ -309,6 +311,10 @@ class KVCache:
         side = ReceiveSide.open(address, manifest, config, self._transport(), self.manager, self.store)
         self._sides.append(side)
         return side
+
+    def _let_go(self, request_id: str) -> None:
+        for side in self._sides:
+            side.let_go(request_id)
 
     def _manifest(self, role: Literal["sender", "receiver"]) -> Manifest:
         return Manifest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import zmq.auth
 
 from kvcore.config import TransferConfig
 from kvcore.contract import Transport
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, TransferError, UnknownRequestError
 from kvcore.manager import Manager
 from kvcore.store import Store
 from kvcore.transfer.endpoint import CurveKeys, EndpointStats, ReceiverEndpoint, SenderEndpoint
@@ -78,6 +79,16 @@ class _Side(ABC, Generic[EventT]):
         self._drain()
         self._transport.close()
 
+    def let_go(self, request_id: str) -> None:
+        """The engine takes a request away: end its transfer, if it is in one.
+
+        Holding its units is not enough: a fork may be their only owner now and write into them in place.
+        """
+        if self._moves(request_id):
+            # Over already, or an endpoint that has failed: either way it is never committed.
+            with contextlib.suppress(UnknownRequestError, TransferError):
+                self._abort(request_id, "its engine took it away")
+
     def _drain(self) -> None:
         for event in self._link.events():
             self._take(event)
@@ -90,12 +101,21 @@ class _Side(ABC, Generic[EventT]):
     def _apply(self, event: EventT) -> None:
         """See to the units that an event is about."""
 
+    @abstractmethod
+    def _moves(self, request_id: str) -> bool:
+        """Whether units of a request are offered or being filled."""
+
+    @abstractmethod
+    def _abort(self, request_id: str, reason: str) -> None:
+        """Give a request up; its final event follows."""
+
 
 class SendSide(_Side[SendEvent]):
     """Offers requests to the decode processes that connect. Calls are made by the engine's thread only.
 
     The final event of a request (:class:`SendDone`, :class:`SendFailed`) releases it. An engine that wants to end it
-    earlier calls :meth:`abort`; should it release the request itself, the offered units stay held until that event.
+    earlier calls :meth:`abort`; releasing or retracting the request aborts its transfer too, and its units stay held until
+    that event.
     """
 
     def __init__(self, endpoint: SenderEndpoint, transport: Transport, manager: Manager, store: Store) -> None:
@@ -153,7 +173,13 @@ class SendSide(_Side[SendEvent]):
 
     def abort(self, request_id: str, reason: str) -> None:
         """Give a request up; its :class:`SendFailed` follows. Raises UnknownRequestError when it is over."""
+        self._abort(request_id, reason)
+
+    def _abort(self, request_id: str, reason: str) -> None:
         self._endpoint.abort(request_id, reason)
+
+    def _moves(self, request_id: str) -> bool:
+        return request_id in self._begun
 
     def _apply(self, event: SendEvent) -> None:
         self._totals.pop(event.request, None)
@@ -216,7 +242,13 @@ class ReceiveSide(_Side[ReceiveEvent]):
 
     def abort(self, request_id: str, reason: str) -> None:
         """Give a request up; its :class:`ReceiveFailed` follows once no read writes its units any more."""
+        self._abort(request_id, reason)
+
+    def _abort(self, request_id: str, reason: str) -> None:
         self._endpoint.abort(request_id, reason)
+
+    def _moves(self, request_id: str) -> bool:
+        return request_id in self._filling
 
     def _apply(self, event: ReceiveEvent) -> None:
         if isinstance(event, ReceiveDone):
