@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -46,6 +47,34 @@ def kit() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def ranks() -> ModuleType:
+    """Senders and receivers of several ranks, in one thread."""
+    return _load("rank_kit")
+
+
+@pytest.fixture(scope="session")
 def shelf() -> ModuleType:
     """Blocks, backends, a copier that copies when told to, and a small cache, for retraction (needs torch)."""
     return _load("backup_kit")
+
+
+@pytest.fixture(scope="session")
+def device() -> ModuleType:
+    """A device without a device: memory kvcore cannot address, copies that end late."""
+    return _load("fake_device")
+
+
+@pytest.fixture(scope="session")
+def flat() -> ModuleType:
+    """A transport of flat reads whose wire does what a test tells it to."""
+    return _load("flat_kit")
+
+
+@pytest.fixture(scope="session")
+def chaos() -> SimpleNamespace:
+    """The simulated engines and what is done to them, and protocols with a rule taken out (needs torch)."""
+    support = str(Path(__file__).parent / "support")
+    if support not in sys.path:
+        sys.path.insert(0, support)
+    rounds, mutants = importlib.import_module("chaos.rounds"), importlib.import_module("chaos.mutants")
+    return SimpleNamespace(**vars(rounds), MUTANTS=mutants.MUTANTS)

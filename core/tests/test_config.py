@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.config import Config, load_config, parse_bool, parse_bytes
+from kvcore.config import Config, load_config, parse_bool, parse_bytes, parse_settings
 from kvcore.errors import ConfigError
+from kvcore.transfer.session import TransferOptions
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -57,6 +59,50 @@ def test_a_file_and_overrides(tmp_path: Path) -> None:
     assert added.cache.format_options == {"order": "token_major", "block": 4}
 
 
+def test_times_of_the_transfer_default_to_those_of_the_protocol() -> None:
+    """Two sets of defaults would disagree one day; what the protocol does with each time is tested there."""
+    transfer, protocol = load_config().transfer, TransferOptions()
+    times = {name: getattr(transfer, name) for name in transfer.__struct_fields__ if name.endswith("_s")}
+    assert times == {field.name: getattr(protocol, field.name) for field in dataclasses.fields(protocol)}
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("cache.format=bf16", "cache.format", "bf16"),
+        ('cache.format = "bf16"', "cache.format", "bf16"),
+        ("cache.memory=64MiB", "cache.memory", "64MiB"),
+        ("transfer.lease_s=2.5", "transfer.lease_s", 2.5),
+        ("plugins=['a', \"b\"]", "plugins", ["a", "b"]),
+        ("transfer.options.stage_bytes=1024", "transfer.options.stage_bytes", 1024),
+        ("x=true", "x", True),
+        ("x=", "x", ""),
+        ("x=a=b", "x", "a=b"),
+        ("x=1\ny = 2", "x", "1\ny = 2"),
+    ],
+)
+def test_settings_of_the_command_line(text: str, key: str, value: Any) -> None:
+    assert parse_settings([text]) == {key: value}
+
+
+def test_settings_override_like_keys_and_are_refused_like_them() -> None:
+    config = load_config(None, parse_settings(["cache.memory=1GiB", "transfer.held_fraction=1", "plugins=[]"]))
+    assert (config.cache.memory, config.transfer.held_fraction) == (2**30, 1.0)
+    for bad in (["cache.format"], ["=1"], ["a..b=1"], ["a=1", "a=2"]):
+        with pytest.raises(ConfigError):
+            parse_settings(bad)
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, parse_settings(["cache.pagesize=16"]))
+    assert caught.value.remedy == "did you mean 'page_size'?"
+    with pytest.raises(ConfigError):
+        load_config(None, parse_settings(["cache.page_size=16 tokens"]))
+
+
+@pytest.mark.parametrize("value", [1, 1.0, 0.001])
+def test_the_whole_of_a_range_may_be_held(value: float) -> None:
+    assert load_config(None, {"transfer.held_fraction": value}).transfer.held_fraction == value
+
+
 @pytest.mark.parametrize(
     ("data", "key", "remedy"),
     [
@@ -64,6 +110,7 @@ def test_a_file_and_overrides(tmp_path: Path) -> None:
         ({"cahce": {}}, "cahce", "did you mean 'cache'?"),
         ({"page_size": 16}, "page_size", "did you mean 'cache.page_size'?"),
         ({"transfer": {"lease": 3.0}}, "transfer.lease", "did you mean 'lease_s'?"),
+        ({"transfer": {"held_fracton": 0.5}}, "transfer.held_fracton", "did you mean 'held_fraction'?"),
         ({"retraction": {"polcy": "backup"}}, "retraction.polcy", "did you mean 'policy'?"),
     ],
 )
@@ -101,7 +148,18 @@ def test_an_unknown_override_is_refused_like_a_key() -> None:
         ({"transfer": {"lease_s": 0}}, "transfer.lease_s"),
         ({"transfer": {"lease_s": float("nan")}}, "transfer.lease_s"),
         ({"transfer": {"lease_s": 1.0, "heartbeat_s": 1.0}}, "transfer.heartbeat_s"),
-        ({"transfer": {"lease_s": float("inf")}}, "transfer.heartbeat_s"),
+        ({"transfer": {"lease_s": float("inf")}}, "transfer.lease_s"),
+        ({"transfer": {"quiesce_s": float("inf")}}, "transfer.quiesce_s"),
+        ({"transfer": {"peer_timeout_s": 0.5}}, "transfer.heartbeat_s"),
+        ({"transfer": {"ask_timeout_s": 0}}, "transfer.ask_timeout_s"),
+        ({"transfer": {"read_timeout_s": -1.0}}, "transfer.read_timeout_s"),
+        ({"transfer": {"hello_timeout_s": "10"}}, "transfer.hello_timeout_s"),
+        ({"transfer": {"checksum": "md5"}}, "transfer.checksum"),
+        ({"transfer": {"checksum": True}}, "transfer.checksum"),
+        ({"transfer": {"held_fraction": 0}}, "transfer.held_fraction"),
+        ({"transfer": {"held_fraction": 1.01}}, "transfer.held_fraction"),
+        ({"transfer": {"held_fraction": float("nan")}}, "transfer.held_fraction"),
+        ({"transfer": {"held_fraction": True}}, "transfer.held_fraction"),
         ({"transfer": {"curve_peer": "peer.key"}}, "transfer.curve_peer"),
         ({"retraction": {"policy": "forget"}}, "retraction.policy"),
         ({"plugins": "transformers"}, "plugins"),

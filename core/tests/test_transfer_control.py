@@ -29,18 +29,25 @@ def messages(kit: ModuleType) -> list[control.Message]:
     at: dict[str, Any] = {"src": "a", "dst": "b"}
     about = {**at, "request": "r", "attempt": 3}
     error = WireError.of(TransferAbortedError("given up", request="r"))
+    half = control.TakenField("k", "x", control.TakenIds("head", (0, 1)))
+    part = control.TakenPart((0, 3), (half, control.TakenField("v", "x", None)))
     return [
         control.Hello(**at, protocol=(1, 0), manifest=b"m"),
         control.Welcome(**at, protocol=(1, 0), manifest=b"m"),
         control.Refused(**at, error=error),
-        control.Ask(**about, start=0, stop=5),
-        control.Offer(
-            **about, seq=0, start=0, stop=5, payloads=(kit.payload([1, 2], 0),), last=True, checksums={"full/kv": 7}
-        ),
+        control.Taken(**at, groups={"full": (part,)}),
+        control.Ask(**about, start=0, stop=5, layerwise=True),
+        control.Offer(**about, seq=0, start=0, stop=5, payloads=(kit.payload([1, 2], 0).of_layers([0, 3]),), last=True),
         control.Pulled(**about, seq=0, nbytes={"full/kv": 4096}),
-        control.PulledAll(**about, nbytes={"full/kv": 4096}),
+        control.PulledAll(**about, nbytes={"full/kv": 4096}, units=(kit.payload([1, 2], 0),)),
         control.Commit(
-            **about, num_tokens=5, num_offers=1, nbytes={"full/kv": 4096}, pulled_early_bytes=0, engine_data=b"t"
+            **about,
+            num_tokens=5,
+            num_offers=1,
+            nbytes={"full/kv": 4096},
+            pulled_early_bytes=0,
+            engine_data=b"t",
+            checksums={"full/kv": 7},
         ),
         control.Expired(**about),
         control.Ack(**about),
@@ -83,7 +90,7 @@ def test_a_missing_field_is_a_typed_error_that_names_the_request(kit: ModuleType
 
 
 def test_unknown_kind_and_wrong_types(kit: ModuleType) -> None:
-    ask = _maps(kit)[3]
+    (ask,) = (m for m in _maps(kit) if m["type"] == "ask")
     for change in (
         {"type": "push"}, {"type": 3}, {"start": -1}, {"start": "0"}, {"stop": 2**63}, {"request": ""},
         {"request": "x" * 300}, {"attempt": 1.5}, {"src": None},
@@ -93,7 +100,7 @@ def test_unknown_kind_and_wrong_types(kit: ModuleType) -> None:
 
 
 def test_bounds(kit: ModuleType) -> None:
-    commit = _maps(kit)[7]
+    (commit,) = (m for m in _maps(kit) if m["type"] == "commit")
     full = {**commit, "engine_data": b"x" * control.MAX_ENGINE_DATA_BYTES}
     assert len(control.decode(msgspec.msgpack.encode(full)).engine_data) == 65536  # type: ignore[union-attr]
     with pytest.raises(ProtocolError):
@@ -103,7 +110,7 @@ def test_bounds(kit: ModuleType) -> None:
 
 
 def test_payloads_that_name_no_units_are_refused(kit: ModuleType) -> None:
-    offer = _maps(kit)[4]
+    (offer,) = (m for m in _maps(kit) if m["type"] == "offer")
     for change in ({"units": b"\x00" * 7}, {"units": b"\xff" * 8}, {"first": -1}):
         payload = {**offer["payloads"][0], **change}
         with pytest.raises(ProtocolError):

@@ -351,7 +351,7 @@ def test_silent_peers_are_lost(kit: ModuleType, hosts: Any) -> None:
     mute.connect(sender.endpoint.address)
     mute.send(control.encode(control.Hello(src="r", dst="", protocol=(1, 0), manifest=receiver.manifest.encode())))
     assert isinstance(control.decode(mute.recv()), control.Welcome)
-    mute.send(control.encode(control.Ask(src="r", dst="s", request="x", attempt=1, start=0, stop=4)))
+    mute.send(control.encode(control.Ask(src="r", dst="s", request="x", attempt=1, start=0, stop=4, layerwise=False)))
     sender.endpoint.begin("x", 4)
     started = time.monotonic()
     failed = take(sender.endpoint, SendFailed)
@@ -368,9 +368,9 @@ def test_a_cut_connection_is_noticed_by_the_next_heartbeat(kit: ModuleType, host
     peer.connect(sender.endpoint.address)
     peer.send(control.encode(control.Hello(src="r", dst="", protocol=(1, 0), manifest=receiver.manifest.encode())))
     peer.recv()
-    peer.send(control.encode(control.Ask(src="r", dst="s", request="x", attempt=1, start=0, stop=4)))
+    peer.send(control.encode(control.Ask(src="r", dst="s", request="x", attempt=1, start=0, stop=4, layerwise=False)))
     sender.endpoint.begin("x", 4)
-    while not sender.endpoint._sender._requests["x"].asker:
+    while not sender.endpoint._sender._requests["x"].readers:
         time.sleep(0.01)
     context.destroy(linger=0)
     started = time.monotonic()

@@ -16,7 +16,8 @@ from kvcore.errors import HandshakeError, KVCoreError, LayoutError, ProtocolErro
 from kvcore.layout import Axis, Field, SpaceSpec, UnitRange, region
 from kvcore.moves import run_program
 from kvcore.transfer.control import PROTOCOL
-from kvcore.transfer.manifest import check_peers, decode_manifest, new_instance, plan_peer
+from kvcore.transfer.manifest import check_peers, decode_manifest, new_instance
+from kvcore.transfer.plan import plan_peer
 
 
 def _other(kit: ModuleType, field: str) -> tuple[Any, Any, Any]:
@@ -90,7 +91,7 @@ def _other(kit: ModuleType, field: str) -> tuple[Any, Any, Any]:
     "field",
     [
         "protocol", "model", "transport", "role", "instance", "format", "format revision", "page size", "dim size",
-        "head size", "dtype", "regions", "layers", "head ids", "unit ranges", "index space", "component", "fields",
+        "head size", "dtype", "regions", "unit ranges", "index space", "component", "fields",
     ],
 )  # fmt: skip
 def test_each_difference_is_refused_by_name(kit: ModuleType, field: str) -> None:
@@ -107,13 +108,22 @@ def test_each_difference_is_refused_by_name(kit: ModuleType, field: str) -> None
     assert (facts["field"], facts["local"], facts["remote"]) == (field, theirs, mine)
 
 
-def test_groups_must_be_the_same(kit: ModuleType) -> None:
-    lay = kit.layout()
-    more = kit.manifest("sender", "s", layouts={"full": lay, "draft/full": lay}, units={"full": {"pages": 4}})
+@pytest.mark.parametrize("what", ["layers", "head ids", "groups"])
+def test_what_the_sender_lacks_is_refused_by_name(kit: ModuleType, what: str) -> None:
+    """I1: a receiver's group, layer or head that no rank of the sender holds; the other way round is no reason."""
+    lay, part = kit.layout(), {"full": kit.layout(heads=4, ids=((0, 4),))}
+    more = kit.manifest("receiver", "r", **{
+        "layers": {"layouts": {"full": kit.layout(layers=(0, 1, 7))}},
+        "head ids": {"layouts": part},
+        "groups": {"layouts": {"full": lay, "draft/full": lay}},
+    }[what])  # fmt: skip
+    if what == "groups":
+        more = msgspec.structs.replace(more, units={"full": {"pages": 64}, "draft/full": {"pages": 64}})
     with pytest.raises(HandshakeError) as found:
-        plan_peer(kit.manifest("receiver", "r"), more)
-    assert found.value.fields["field"] == "groups"
-    assert found.value.fields["remote"] == ["draft/full", "full"]
+        plan_peer(more, kit.manifest("sender", "s"))
+    assert found.value.fields["field"] == what
+    turned = msgspec.structs.replace(more, role="sender", instance="s")
+    plan_peer(kit.manifest("receiver", "r"), turned)
 
 
 def test_minor_version_is_no_reason_to_refuse(kit: ModuleType) -> None:
@@ -127,15 +137,17 @@ def test_plan_moves_everything_together_and_each_component_alone(kit: ModuleType
     receiver = kit.manifest("receiver", "r", kit.layout(arena=arena), units=16)
     plan = plan_peer(receiver, sender)
     assert set(plan.programs["full"]) == {kit.COMPONENTS, ("full/kv",), ("full/scale",)}
-    together = plan.split("full", "pages", ("full/scale", "full/kv"))
-    assert [names for names, _ in together] == [kit.COMPONENTS]
+    names, (together,) = plan.split("full", "pages", ("full/scale", "full/kv"))
+    assert names == kit.COMPONENTS
     # 2 layers of k and v: 4 slots, 2 heads, 8 dims of fp32; one byte a head and slot of scales (the unit is padded)
-    assert dict(together[0][1].unit_bytes) == {"full/kv": 2 * 2 * 4 * 2 * 8 * 4, "full/scale": 2 * 4 * 2}
-    assert together[0][1].whole_units
+    assert dict(together.unit_bytes) == {"full/kv": 2 * 2 * 4 * 2 * 8 * 4, "full/scale": 2 * 4 * 2}
+    assert together.whole_units
     if arena == "page_major":
-        assert len(together[0][1].moves) == 1, "a whole envelope is one raw move"
-    alone = plan.split("full", "pages", ("full/scale",))
-    assert [(names, set(program.unit_bytes)) for names, program in alone] == [(("full/scale",), {"full/scale"})]
+        assert len(together.moves) == 1, "a whole envelope is one raw move"
+    names, (alone,) = plan.split("full", "pages", ("full/scale",))
+    assert (names, set(alone.unit_bytes)) == (("full/scale",), {"full/scale"})
+    _, (layer,) = plan.split("full", "pages", kit.COMPONENTS, (1,))
+    assert dict(layer.unit_bytes) == {"full/kv": 2 * 4 * 2 * 8 * 4, "full/scale": 4 * 2}, "one layer of two"
 
 
 def test_what_can_be_converted_is_planned(kit: ModuleType) -> None:
@@ -144,7 +156,7 @@ def test_what_can_be_converted_is_planned(kit: ModuleType) -> None:
     here = kit.layout("slot head dim", layers=(2, 0), heads=2, ids=((2, 4),))
     sender, receiver = kit.manifest("sender", "s", there, units=8), kit.manifest("receiver", "r", here, units=4)
     plan = plan_peer(receiver, sender)
-    ((_, program),) = plan.split("full", "pages", kit.COMPONENTS)
+    _, (program,) = plan.split("full", "pages", kit.COMPONENTS)
     src = np.random.default_rng(1).integers(0, 255, sender.placement("full").arena_bytes, np.uint8)
     dst = np.full(receiver.placement("full").arena_bytes, 0xFF, np.uint8)
     run_program(program, src, dst, [5], [2])

@@ -22,6 +22,7 @@ from kvcore.errors import (
     UnknownRequestError,
 )
 from kvcore.transfer import control
+from kvcore.transfer.joined import name
 from kvcore.transfer.session import (
     ReceiveDone,
     ReceiveFailed,
@@ -33,6 +34,7 @@ from kvcore.transfer.session import (
 )
 
 R1, R2 = b"r1", b"r2"
+SENDER = name(0)
 # logical bytes of a unit in the kit's layout: 2 layers, k and v, 4 slots, 2 heads, 8 dims, fp32; and one byte of scale
 KV, SCALE = 2 * 2 * 4 * 2 * 8 * 4, 2 * 4 * 2
 
@@ -357,7 +359,7 @@ def test_offers_a_sender_must_not_make(kit: ModuleType, net: Any, change: dict[s
     item = msgspec.structs.replace(item, range=change.get("range", "pages"))
     fields |= {key: value for key, value in change.items() if key in fields}
     at = {"src": "sender-1", "dst": "r1", "request": "x", "attempt": 1}
-    receiver.handle(b"", control.Offer(**at, payloads=(item,), checksums={}, **fields))
+    receiver.handle(SENDER, control.Offer(**at, payloads=(item,), **fields))
     assert isinstance(failure(receiver).error, ProtocolError)
     assert len(net.connections[R1].reads) == 1
     net.settle()
@@ -367,7 +369,7 @@ def test_offers_a_sender_must_not_make(kit: ModuleType, net: Any, change: dict[s
 def test_commit_must_match_what_was_pulled(kit: ModuleType, net: Any) -> None:
     at = {"src": "sender-1", "dst": "r1", "request": "x"}
     good = {"attempt": 1, "num_tokens": 3, "num_offers": 1, "nbytes": {"full/kv": KV, "full/scale": SCALE}}
-    rest = {"pulled_early_bytes": 0, "engine_data": b""}
+    rest = {"pulled_early_bytes": 0, "engine_data": b"", "checksums": {}}
     for n, change in enumerate([{"num_tokens": 4}, {"num_offers": 2}, {"nbytes": {"full/kv": KV}}, {"attempt": 9}]):
         receiver = net.receivers[R1]
         attempt = receiver.ask("x", table(3), 0, 3)
@@ -379,7 +381,7 @@ def test_commit_must_match_what_was_pulled(kit: ModuleType, net: Any) -> None:
         net.deliver_down(R1)
         net.connections[R1].running[0].finish()
         receiver.tick()
-        receiver.handle(b"", control.Commit(**at, **{**good, "attempt": attempt, **change}, **rest))
+        receiver.handle(SENDER, control.Commit(**at, **{**good, "attempt": attempt, **change}, **rest))
         if "attempt" in change:
             net.settle()
             assert isinstance(receiver.events()[-1], ReceiveDone), "a commit of another attempt changes nothing"
@@ -399,7 +401,7 @@ def test_no_commit_is_accepted_before_everything_was_reported(kit: ModuleType, n
     net.settle(reads=False)
     numbers = {"num_tokens": 3, "num_offers": int(reading), "nbytes": {}, "pulled_early_bytes": 0}
     at = {"src": "sender-1", "dst": "r1", "request": "x", "attempt": 1}
-    receiver.handle(b"", control.Commit(**at, **numbers, engine_data=b""))
+    receiver.handle(SENDER, control.Commit(**at, **numbers, engine_data=b"", checksums={}))
     net.settle()
     assert isinstance(failure(receiver).error, ProtocolError)
 
@@ -409,7 +411,7 @@ def test_sender_checks_what_a_receiver_reports(kit: ModuleType, net: Any) -> Non
     cases = [
         lambda a: control.Pulled(**at, attempt=a, seq=7, nbytes={}),
         lambda a: control.Pulled(**at, attempt=a, seq=0, nbytes={"nonsense": 1}),
-        lambda a: control.PulledAll(**at, attempt=a, nbytes={}),
+        lambda a: control.PulledAll(**at, attempt=a, nbytes={}, units=()),
         lambda a: control.Ack(**at, attempt=a),
     ]
     for case in cases:
@@ -421,30 +423,6 @@ def test_sender_checks_what_a_receiver_reports(kit: ModuleType, net: Any) -> Non
         assert isinstance(failure(net.sender).error, ProtocolError)
         net.settle()
         assert isinstance(failure(net.receivers[R1]).error, ProtocolError)
-
-
-def test_checksums(kit: ModuleType) -> None:
-    seen = []
-
-    def verify(landed: Any, checksums: dict[str, int]) -> None:
-        seen.append((landed, checksums))
-        if checksums["full/kv"] == 13:
-            raise TransferError("bytes are not what was offered", component="full/kv")
-
-    net = kit.Net([])
-    net.start_receiver(R1, "r1", verify=verify)
-    net.start_receiver(R2, "r2")
-    for request, peer, value in (("good", R1, 12), ("bad", R1, 13), ("blind", R2, 12)):
-        net.receivers[peer].ask(request, table(3), 0, 3)
-        net.sender.begin(request, 3)
-        net.sender.offer(request, 0, 3, [kit.payload([11], 0)], last=True, checksums={"full/kv": value})
-        net.settle()
-    good, bad = (e for e in net.receivers[R1].events() if not isinstance(e, ReceiveProgress))
-    assert isinstance(good, ReceiveDone)
-    assert bad.error.fields["component"] == "full/kv"
-    assert [list(p.ids) for p in seen[0][0]] == [[3]]
-    assert "verify" in failure(net.receivers[R2]).error.message
-    assert net.connections[R2].reads == []
 
 
 # --- aborts, leases, lost peers ---
@@ -576,7 +554,7 @@ def test_a_pull_that_outlives_the_lease_is_expired(kit: ModuleType, net: Any) ->
     fill(kit, net, [11, 12, 13, 14], "another request")
     for read in net.connections[R1].running:
         read.finish()
-    receiver._heard_at = net.clock.now
+    receiver.links[0]._heard_at = net.clock.now
     net.settle()
     assert net.log[-1] == "Expired"
     assert isinstance(failure(receiver).error, TransferExpiredError)
@@ -721,8 +699,8 @@ def test_restarted_sender_refuses_the_old_conversation(kit: ModuleType, net: Any
     assert isinstance(fresh.events()[-1], ReceiveDone)
     # and what an old sender still had on the wire means nothing to the new conversation
     fresh.ask("y", table(3), 0, 3)
-    fresh.handle(b"", control.Expired(src="sender-1", dst="r1-again", request="y", attempt=2))
-    fresh.handle(b"", control.Expired(src="sender-2", dst="r1", request="y", attempt=2))
+    fresh.handle(SENDER, control.Expired(src="sender-1", dst="r1-again", request="y", attempt=2))
+    fresh.handle(SENDER, control.Expired(src="sender-2", dst="r1", request="y", attempt=2))
     assert fresh.has("y")
 
 
@@ -754,20 +732,21 @@ def test_hello_is_refused_by_either_side(kit: ModuleType) -> None:
     net = kit.Net([])
     wrong = msgspec.structs.replace(kit.manifest("receiver", "r1"), model="other")
     receiver = net.start_receiver(R1, "r1", hello=False)
-    receiver.manifest = wrong
+    receiver.links[0].manifest = wrong
     receiver.hello()
     net.settle()
     assert isinstance(receiver.failure, HandshakeError)
     assert receiver.failure.fields["field"] == "model"
     assert not net.sender.peers()
 
-    def refuse(local: Any, remote: Any) -> Any:
-        raise HandshakeError("cannot be converted", field="x", local=1, remote=2)
-
-    picky = net.start_receiver(R2, "r2", planner=refuse)
-    assert isinstance(picky.failure, HandshakeError)
+    picky = net.start_receiver(R2, "r2", hello=False)
+    picky.manifest = msgspec.structs.replace(picky.manifest, layouts={"full": kit.layout(layers=(0, 1, 9))})
+    picky.hello()
+    net.settle()
+    assert isinstance(picky.failure, HandshakeError), "what no rank of the sender holds"
+    assert picky.failure.fields["field"] == "layers"
     assert not net.sender.peers(), "the sender is told"
-    assert picky.connection is None, "no buffer was touched"
+    assert picky.links[0].connection is None, "no buffer was touched"
 
 
 def test_another_major_version_is_refused_before_the_manifest_is_read(kit: ModuleType) -> None:
@@ -799,7 +778,7 @@ def test_a_connection_that_cannot_be_opened(kit: ModuleType) -> None:
     def gone(endpoint: bytes) -> Any:
         raise PeerLostError("could not attach")
 
-    receiver._connect = gone
+    receiver.links[0]._connect = gone
     receiver.hello()
     net.settle()
     assert isinstance(receiver.failure, PeerLostError)
@@ -852,7 +831,7 @@ def test_messages_for_the_other_side(kit: ModuleType, net: Any) -> None:
     net.sender.handle(R1, control.Expired(**at))
     assert set(net.sender.peers()) == {R2}
     net.receivers[R2].ask("x", table(3), 0, 3)
-    net.receivers[R2].handle(b"", control.Ack(**{**at, "src": "sender-1", "dst": "r2"}))
+    net.receivers[R2].handle(SENDER, control.Ack(**{**at, "src": "sender-1", "dst": "r2"}))
     assert isinstance(failure(net.receivers[R2]).error, ProtocolError)
 
 

@@ -10,7 +10,7 @@ import math
 import re
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,6 +35,7 @@ _BYTES = {"kvcore": "bytes"}
 Bytes = Annotated[int, msgspec.Meta(gt=0, extra=_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Part = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,11 +43,11 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         format: name of the KV format.
-        format_options: options of that format.
+        format_options: options of that format, which depend on it.
         page_size: tokens a page.
         memory: bytes of KV per rank, or a size such as ``"64MiB"``.
         device: ``cpu``, ``cuda:0``, …
-        arena: order of the arena, see :class:`kvcore.layout.Layout`.
+        arena: what lies side by side in memory: all layers of a page, or all pages of a layer.
         max_requests: requests that windows, rings and states are put aside for: most live requests of a model that has
             any. Others are bounded by tokens alone.
         max_rows: most requests in a step.
@@ -68,10 +69,20 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How KV moves between processes.
 
     Attributes:
-        transport: name of the transport, and its ``options``.
+        transport: name of the transport.
+        options: options of that transport, which depend on it; of ``shm``: ``stage_bytes``, ``stage_readers``,
+            ``stage_timeout_s``.
         bind: ZeroMQ address the sender listens on; loopback unless told otherwise.
+        checksum: ``crc32`` has every offered unit's bytes checked where they arrive; ``none`` trusts the wire.
+        held_fraction: part of a unit range, more than 0 and at most 1, that finished prompts may hold for decode
+            processes before no further prompt is admitted.
         lease_s: how long offered units are held after the prompt is done, unless renewed or acknowledged.
-        heartbeat_s: how often the receiver renews leases; shorter than ``lease_s``.
+        heartbeat_s: how often the receiver renews leases; shorter than ``lease_s`` and ``peer_timeout_s``.
+        peer_timeout_s: silence after which a peer counts as lost; a cut connection is noticed at once.
+        ask_timeout_s: how long a decode process's ask waits for a request that the prefill engine has not begun.
+        read_timeout_s: a read older than this no longer renews its lease.
+        quiesce_s: how long a failed request waits for its reads to become quiet.
+        hello_timeout_s: how long a decode process waits for the answer to its hello.
         curve_certificate: file with this process's CURVE key pair (``zmq.auth.create_certificates``); "" is no
             encryption.
         curve_peer: file with the peer's public certificate.
@@ -80,19 +91,32 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: str = "shm"
     options: dict[str, Any] = {}
     bind: str = "tcp://127.0.0.1:*"
+    checksum: Literal["none", "crc32"] = "none"
+    held_fraction: Part = 0.5
     lease_s: Seconds = 30.0
     heartbeat_s: Seconds = 1.0
+    peer_timeout_s: Seconds = 8.0
+    ask_timeout_s: Seconds = 120.0
+    read_timeout_s: Seconds = 30.0
+    quiesce_s: Seconds = 10.0
+    hello_timeout_s: Seconds = 10.0
     curve_certificate: str = ""
     curve_peer: str = ""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.lease_s) and self.heartbeat_s < self.lease_s):
-            raise ConfigError(
-                "heartbeats must come more often than leases end",
-                key="transfer.heartbeat_s",
-                lease_s=self.lease_s,
-                heartbeat_s=self.heartbeat_s,
-            )
+        for name in self.__struct_fields__:
+            # A time that never ends would leave units held for a peer that is gone.
+            if name.endswith("_s") and not math.isfinite(getattr(self, name)):
+                raise ConfigError("a time must be finite", key=f"transfer.{name}", got=getattr(self, name))
+        for name in ("lease_s", "peer_timeout_s"):
+            if getattr(self, name) <= self.heartbeat_s:
+                raise ConfigError(
+                    "heartbeats must come more often than what they renew ends",
+                    key="transfer.heartbeat_s",
+                    remedy=f"make heartbeat_s shorter than {name}",
+                    heartbeat_s=self.heartbeat_s,
+                    **{name: getattr(self, name)},
+                )
         if bool(self.curve_certificate) != bool(self.curve_peer):
             raise ConfigError(
                 "CURVE needs both certificates",
@@ -107,7 +131,8 @@ class RetractionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         policy: ``backup`` copies its bytes out, ``recompute`` prefills it again.
-        backend: name of the backup backend, and its ``options``.
+        backend: name of the backup backend.
+        options: options of that backend, which depend on it; ``host_pool`` needs ``size``.
     """
 
     policy: Literal["backup", "recompute"] = "backup"
@@ -178,6 +203,35 @@ def load_config(path: Path | None = None, overrides: Mapping[str, Any] | None = 
         if path is not None:
             error.fields["path"] = str(path)
         raise
+
+
+def parse_settings(items: Iterable[str]) -> dict[str, Any]:
+    """Return overrides for :func:`load_config` from texts ``KEY=VALUE``, as the flag ``--set`` gives them.
+
+    Args:
+        items: the key is dotted (``transfer.lease_s``); the value is written as in TOML, and what is not TOML is a
+            string: ``bf16`` and ``"bf16"`` are the same.
+
+    Raises:
+        ConfigError: no key, or a key twice. Unknown keys and wrong types are found by :func:`load_config`.
+    """
+    out: dict[str, Any] = {}
+    for item in items:
+        key, equals, text = (part.strip() for part in item.partition("="))
+        if not equals or not all(key.split(".")):
+            raise ConfigError("not a setting", got=item, remedy="write KEY=VALUE, such as transfer.lease_s=10")
+        if key in out:
+            raise ConfigError("a key is set twice", key=key, got=item)
+        out[key] = _toml_value(text)
+    return out
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def parse_bytes(text: str | int) -> int:

@@ -12,68 +12,32 @@ on. The layers of a group are treated as one more axis.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import LayoutError, nearest
+from kvcore.errors import LayoutError
 from kvcore.fields import int64
 from kvcore.layout import Buffer, Field, Int64Array, Layout, Placement, Region
-from kvcore.strides import Dims, Piece, coalesce, even
+from kvcore.matching import (
+    AxisIds,
+    Selection,
+    check_layouts,
+    check_names,
+    check_ranges,
+    chosen_ids,
+    common_ids,
+    common_layers,
+    is_chosen,
+    partner,
+    select_components,
+)
+from kvcore.moving import Bytes, Descriptors, Move, check_arena, copy_units, flatten
+from kvcore.strides import Piece, coalesce, even
 
-Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Move:
-    """One strided copy, applied to every pair of units.
-
-    Attributes:
-        components: the components the bytes belong to (several where neighbouring regions merged).
-        src_offset, src_unit_stride: source unit ``u`` starts at ``src_offset + u * src_unit_stride`` bytes.
-        dst_offset, dst_unit_stride: the same for the destination.
-        dims: ``(count, source stride, destination stride)`` in bytes, outermost first.
-        run_bytes: contiguous bytes copied at every point of ``dims``.
-    """
-
-    components: tuple[str, ...]
-    src_offset: int
-    src_unit_stride: int
-    dst_offset: int
-    dst_unit_stride: int
-    dims: Dims
-    run_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes one pair of units moves."""
-        return self.run_bytes * math.prod(count for count, _, _ in self.dims)
-
-    @property
-    def dense(self) -> bool:
-        """Whether neighbouring units are contiguous on both sides."""
-        return not self.dims and self.run_bytes == self.src_unit_stride == self.dst_unit_stride
-
-
-@dataclass(frozen=True, eq=False)
-class Descriptors:
-    """Flat copies: ``nbytes[i]`` bytes from ``src[i]`` to ``dst[i]``, offsets from the start of the arenas (int64)."""
-
-    src: Int64Array
-    dst: Int64Array
-    nbytes: Int64Array
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
-    @property
-    def total_bytes(self) -> int:
-        """Sum of the sizes."""
-        return int(self.nbytes.sum())
+__all__ = ["Bytes", "Descriptors", "Move", "Program", "Selection", "run_program"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +70,7 @@ class Program:
         dst: Layout,
         dst_placement: Placement,
         components: Collection[str] | None = None,
+        only: Selection | None = None,
     ) -> Program:
         """Plan the moves from ``src`` to ``dst``.
 
@@ -117,21 +82,25 @@ class Program:
             dst, dst_placement: the destination and where it lies.
             components: what to move; None means all. They must share their unit ranges, since one list of unit ids
                 serves them all.
+            only: what of it to move; None means all. Units travel raw, padding included, only where a region is moved
+                whole.
 
         Raises:
-            LayoutError: the layouts cannot be converted, or a component is unknown. Names region, field, both values.
+            LayoutError: the layouts cannot be converted, a component is unknown, or ``only`` names what the two sides do
+                not both hold. Names region, field, both values.
         """
-        names = _select(dst, components)
-        _check_layouts(src, dst)
-        regions = [(_partner(src, dst, r), r) for r in dst.regions if r.component in names]
-        _check_ranges([r for _, r in regions])
-        common = [layer for layer in dst.layers if layer in set(src.layers)]
+        names = select_components(dst, components)
+        check_layouts(src, dst)
+        regions = [(partner(src, dst, r), r) for r in dst.regions if r.component in names]
+        check_ranges([r for _, r in regions])
+        common = common_layers(src, dst, only)
+        if only is not None:
+            check_names(dst, only)
         src_at, dst_at = _index_buffers(src_placement), _index_buffers(dst_placement)
         moves: list[Move] = []
         unit_bytes = dict.fromkeys(names, 0)
         for src_region, dst_region in regions:
-            pieces = _region_pieces(src_region, dst_region)
-            logical = dst_region.logical_bytes if _raw(src_region, dst_region) else sum(p.nbytes for p in pieces)
+            pieces, logical = _region_pieces(src_region, dst_region, only)
             unit_bytes[dst_region.component] += logical * len(common)
             pairs = [(_at(src_at, layer, src_region), _at(dst_at, layer, dst_region)) for layer in common]
             moves += _over_layers(dst_region.component, pieces, pairs)
@@ -176,12 +145,7 @@ class Program:
         Args:
             src_units, dst_units: ``[N]`` region unit ids; −1 on either side drops the pair.
         """
-        src_ids, dst_ids = self.pairs(src_units, dst_units)
-        parts = [_flat(move, src_ids, dst_ids) for move in self.moves if src_ids.size]
-        if not parts:
-            empty = np.zeros(0, np.int64)
-            return Descriptors(empty, empty.copy(), empty.copy())
-        return _merge_flat(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        return flatten(self.moves, *self.pairs(src_units, dst_units))
 
 
 def run_program(program: Program, src: Bytes, dst: Bytes, src_units: npt.ArrayLike, dst_units: npt.ArrayLike) -> int:
@@ -199,103 +163,20 @@ def run_program(program: Program, src: Bytes, dst: Bytes, src_units: npt.ArrayLi
     Raises:
         LayoutError: arenas too small, or unit ids that :meth:`Program.pairs` refuses; nothing is written.
     """
-    _check_arena(src, program.src_bytes, "source")
-    _check_arena(dst, program.dst_bytes, "destination")
+    check_arena(src, program.src_bytes, "source")
+    check_arena(dst, program.dst_bytes, "destination")
     if not dst.flags.writeable:
         raise LayoutError("the destination arena is read-only", nbytes=dst.nbytes)
     src_ids, dst_ids = program.pairs(src_units, dst_units)
-    if not src_ids.size:
-        return 0
-    starts = _run_starts(src_ids, dst_ids)
-    scattered = 2 * starts.size > src_ids.size
-    strided = []
-    for move in program.moves:
-        views = _views(move, program, src, dst)
-        if scattered and move.dense and src_ids.size > 1 and bool((np.diff(dst_ids) == 1).all()):
-            _take(*views, src_ids, int(dst_ids[0]))
-        else:
-            strided.append(views)
-    stops = np.append(starts[1:], src_ids.size)
-    runs = zip(src_ids[starts].tolist(), dst_ids[starts].tolist(), (stops - starts).tolist(), strict=True)
-    for s, d, count in runs:
-        for src_view, dst_view in strided:
-            if count == 1:  # one index less for numpy to walk
-                dst_view[d] = src_view[s]
-            else:
-                dst_view[d : d + count] = src_view[s : s + count]
+    copy_units(program.moves, src, dst, (program.src_units, program.dst_units), src_ids, dst_ids)
     return program.bytes_per_unit * int(src_ids.size)
 
 
-# --- what can be converted -------------------------------------------------------------------------------------------
-
-
-def _select(dst: Layout, components: Collection[str] | None) -> tuple[str, ...]:
-    if components is None:
-        return dst.components
-    wanted = {components} if isinstance(components, str) else set(components)
-    for name in sorted(wanted - set(dst.components)):
-        raise LayoutError("no such component", component=name, remedy=nearest(name, dst.components))
-    if not wanted:
-        raise LayoutError("no component to move", group=dst.group, known=dst.components)
-    return tuple(name for name in dst.components if name in wanted)
-
-
-def _check_layouts(src: Layout, dst: Layout) -> None:
-    for name in ("format", "revision", "group"):
-        _same(f"layouts differ in {name}", getattr(dst, name), getattr(src, name), field=name)
-
-
-def _check_ranges(regions: Sequence[Region]) -> None:
-    for region in regions:
-        if region.ranges != regions[0].ranges:
-            raise LayoutError(
-                "components of one program must share their unit ranges",
-                region=region.name,
-                expected=regions[0].ranges,
-                got=region.ranges,
-                remedy="build one program for each set of components that moves under one list of unit ids",
-            )
-
-
-def _partner(src: Layout, dst: Layout, region: Region) -> Region:
-    """Return the source's region of the same name, checked to be convertible into ``region``."""
-    if all(item.name != region.name for item in src.regions):
-        raise LayoutError(
-            "the source lacks a region", region=region.name, expected=region.name, got=[r.name for r in src.regions]
-        )
-    other = src.region(region.name)
-    where = {"region": region.name}
-    _same("regions belong to different components", region.component, other.component, **where)
-    _same("regions have different unit ranges", region.ranges, other.ranges, **where)
-    for name in region.ranges:
-        ours, theirs = dst.space_of_range(name), src.space_of_range(name)
-        page_sizes = ours.tokens_per_unit, theirs.tokens_per_unit
-        _same("page sizes differ", *page_sizes, field="tokens_per_unit", range=name, **where)
-        for what in ("kind", "unit", "options"):
-            mine, got = getattr(ours, what), getattr(theirs, what)
-            _same(f"index spaces differ in {what}", mine, got, field=what, range=name, **where)
-    fields, others = ({f.name: f for f in r.data_fields} for r in (region, other))
-    _same("regions have different fields", sorted(fields), sorted(others), **where)
-    for name, field in fields.items():
-        _check_fields(others[name], field, region=region.name, field=name)
-    return other
-
-
-def _check_fields(src: Field, dst: Field, **where: Any) -> None:
-    _same("fields differ in dtype", dst.dtype, src.dtype, **where)
-    names = sorted(axis.name for axis in dst.axes)
-    _same("fields have different axes", names, sorted(axis.name for axis in src.axes), **where)
-    for axis in dst.axes:
-        other = src.axis(axis.name)
-        if not axis.ids and not other.ids:
-            _same("unsharded axes differ in size", axis.size, other.size, axis=axis.name, **where)
-        blocks, theirs = (a.blocks and (a.blocks.axis, a.blocks.block_size) for a in (axis, other))
-        _same("axes count different blocks", blocks, theirs, axis=axis.name, **where)
-
-
-def _same(message: str, expected: Any, got: Any, **where: Any) -> None:
-    if expected != got:
-        raise LayoutError(message, **where, expected=expected, got=got)
+def _ids(units: npt.ArrayLike, what: str) -> Int64Array:
+    ids = int64(units, what)
+    if ids.ndim != 1:
+        raise LayoutError("unit ids are not a list", attribute=what, shape=ids.shape)
+    return ids
 
 
 # --- moves -----------------------------------------------------------------------------------------------------------
@@ -306,14 +187,20 @@ def _raw(src: Region, dst: Region) -> bool:
     return src.unit_bytes == dst.unit_bytes and src.fields == dst.fields
 
 
-def _region_pieces(src: Region, dst: Region) -> list[Piece]:
-    if _raw(src, dst):
-        return [Piece(0, 0, (), dst.unit_bytes)]
-    return [piece for field in dst.data_fields for piece in _field_pieces(src.field(field.name), field)]
+def _region_pieces(src: Region, dst: Region, only: Selection | None) -> tuple[list[Piece], int]:
+    """The copies of one unit of a region, and the bytes with meaning among them."""
+    chosen = [(field, chosen_ids(src, dst, field, only)) for field in dst.data_fields if is_chosen(dst, field, only)]
+    if _raw(src, dst) and len(chosen) == len(dst.data_fields) and all(ids is None for _, ids in chosen):
+        return [Piece(0, 0, (), dst.unit_bytes)], dst.logical_bytes
+    pieces = [piece for field, ids in chosen for piece in _field_pieces(src.field(field.name), field, ids)]
+    return pieces, sum(piece.nbytes for piece in pieces)
 
 
-def _field_pieces(src: Field, dst: Field) -> list[Piece]:
-    per_axis = [_axis_pieces(src, dst, axis.name) for axis in dst.axes]
+def _field_pieces(src: Field, dst: Field, ids: AxisIds | None) -> list[Piece]:
+    per_axis = [
+        _axis_pieces(src, dst, axis.name, ids[1] if ids is not None and ids[0] == axis.name else None)
+        for axis in dst.axes
+    ]
     pieces = []
     for combination in itertools.product(*per_axis):
         dims = tuple(dim for part in combination for dim in part.dims)
@@ -322,16 +209,16 @@ def _field_pieces(src: Field, dst: Field) -> list[Piece]:
     return pieces
 
 
-def _axis_pieces(src: Field, dst: Field, name: str) -> list[Piece]:
-    """Even stretches of the ids of one axis that both fields hold, as byte offsets on either side."""
+def _axis_pieces(src: Field, dst: Field, name: str, chosen: Int64Array | None) -> list[Piece]:
+    """Even stretches of the ids of one axis that both fields hold (or the chosen ones), as byte offsets on either side."""
     ours, theirs = dst.axis(name), src.axis(name)
-    if ours.ids == theirs.ids and ours.size == theirs.size:
+    if chosen is None and ours.ids == theirs.ids and ours.size == theirs.size:
         src_coords = dst_coords = np.arange(ours.size, dtype=np.int64)
     else:
-        _, src_coords, dst_coords = np.intersect1d(
-            src.global_ids(name), dst.global_ids(name), assume_unique=True, return_indices=True
-        )
+        common, src_coords, dst_coords = common_ids(src, dst, name)
         order = np.argsort(dst_coords)
+        if chosen is not None:
+            order = order[np.isin(common[order], chosen, assume_unique=True)]
         src_coords, dst_coords = src_coords[order], dst_coords[order]
     return even(src.contribution(name, src_coords), dst.contribution(name, dst_coords))
 
@@ -402,80 +289,3 @@ def _at(buffers: Mapping[tuple[int, str], Buffer], layer: int, region: Region) -
 
 def _num_units(buffers: Mapping[tuple[int, str], Buffer], layout: Layout, region: Region) -> int:
     return min(_at(buffers, layer, region).num_units for layer in layout.layers)
-
-
-# --- applying them ---------------------------------------------------------------------------------------------------
-
-
-def _ids(units: npt.ArrayLike, what: str) -> Int64Array:
-    ids = int64(units, what)
-    if ids.ndim != 1:
-        raise LayoutError("unit ids are not a list", attribute=what, shape=ids.shape)
-    return ids
-
-
-def _run_starts(src: Int64Array, dst: Int64Array) -> Int64Array:
-    """Positions where a run of units that advances by one on both sides begins."""
-    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
-    return np.concatenate([np.zeros(1, np.int64), breaks])
-
-
-def _flat(move: Move, src_ids: Int64Array, dst_ids: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    src = move.src_offset + src_ids * move.src_unit_stride
-    dst = move.dst_offset + dst_ids * move.dst_unit_stride
-    for count, src_stride, dst_stride in move.dims:
-        steps = np.arange(count, dtype=np.int64)
-        src, dst = np.add.outer(src, steps * src_stride), np.add.outer(dst, steps * dst_stride)
-    return src.reshape(-1), dst.reshape(-1), np.full(src.size, move.run_bytes, np.int64)
-
-
-def _merge_flat(src: Int64Array, dst: Int64Array, nbytes: Int64Array) -> Descriptors:
-    if bool((np.diff(dst) < 0).any()):
-        order = np.argsort(dst, kind="stable")
-        src, dst, nbytes = src[order], dst[order], nbytes[order]
-    apart = (src[1:] - src[:-1] != nbytes[:-1]) | (dst[1:] - dst[:-1] != nbytes[:-1])
-    starts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(apart) + 1])
-    return Descriptors(src[starts], dst[starts], np.add.reduceat(nbytes, starts))
-
-
-def _check_arena(arena: Bytes, nbytes: int, side: str) -> None:
-    if arena.dtype != np.uint8 or arena.ndim != 1 or not arena.flags.c_contiguous:
-        raise LayoutError(
-            "an arena is a contiguous array of bytes", side=side, dtype=str(arena.dtype), shape=arena.shape
-        )
-    if arena.nbytes < nbytes:
-        raise LayoutError("the arena is smaller than its placement", side=side, expected=nbytes, got=arena.nbytes)
-
-
-_WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-
-
-def _views(move: Move, program: Program, src: Bytes, dst: Bytes) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Views ``[unit, *dims, words]`` of both arenas in the widest word that every stride allows."""
-    strides = [s for dim in move.dims for s in dim[1:]]
-    starts = (src.ctypes.data + move.src_offset, dst.ctypes.data + move.dst_offset)
-    word = math.gcd(8, move.run_bytes, move.src_unit_stride, move.dst_unit_stride, *strides, *starts)
-    counts = tuple(count for count, _, _ in move.dims)
-    sides = (
-        (src, program.src_units, move.src_offset, move.src_unit_stride, tuple(s for _, s, _ in move.dims)),
-        (dst, program.dst_units, move.dst_offset, move.dst_unit_stride, tuple(d for _, _, d in move.dims)),
-    )
-    src_view, dst_view = (
-        np.ndarray(
-            (units, *counts, move.run_bytes // word),
-            _WORDS[word],
-            buffer=arena.data,
-            offset=offset,
-            strides=(unit_stride, *inner, word),
-        )
-        for arena, units, offset, unit_stride, inner in sides
-    )
-    return src_view, dst_view
-
-
-def _take(src: npt.NDArray[Any], dst: npt.NDArray[Any], src_ids: Int64Array, first: int) -> None:
-    """Gather scattered units into one contiguous stretch.
-
-    ``mode="clip"``: the ids are checked already, and any other mode would make numpy go through a buffer.
-    """
-    np.take(src, src_ids, axis=0, out=dst[first : first + src_ids.size], mode="clip")

@@ -14,7 +14,9 @@ from kvcore.config import TransferConfig
 from kvcore.contract import Transport
 from kvcore.errors import ConfigError, TransferError, UnknownRequestError
 from kvcore.manager import Manager
+from kvcore.moves import Bytes
 from kvcore.store import Store
+from kvcore.transfer.checksums import ReceiverChecksums, SenderChecksums
 from kvcore.transfer.endpoint import CurveKeys, EndpointStats, ReceiverEndpoint, SenderEndpoint
 from kvcore.transfer.loop import Endpoint
 from kvcore.transfer.manifest import Manifest
@@ -131,8 +133,13 @@ class SendSide(_Side[SendEvent]):
         """Register the arenas and start serving. Takes ownership of ``transport``, also when it fails."""
         try:
             record = transport.register(store.arenas())
+            manifest = manifest.serving(record)
             endpoint = SenderEndpoint(
-                manifest.serving(record), bind=config.bind, options=_options(config), keys=_keys(config)
+                manifest,
+                bind=config.bind,
+                options=_options(config),
+                keys=_keys(config),
+                checksums=SenderChecksums(manifest, _arrays(store)) if config.checksum != "none" else None,
             )
         except BaseException:
             transport.close()
@@ -192,7 +199,7 @@ class SendSide(_Side[SendEvent]):
 
 
 class ReceiveSide(_Side[ReceiveEvent]):
-    """Pulls requests from one prefill process. Calls are made by the engine's thread only."""
+    """Pulls requests from one prefill engine, from all of its ranks. Calls are made by the engine's thread only."""
 
     def __init__(
         self,
@@ -208,17 +215,24 @@ class ReceiveSide(_Side[ReceiveEvent]):
     @classmethod
     def open(
         cls,
-        address: str,
+        addresses: str | Sequence[str],
         manifest: Manifest,
         config: TransferConfig,
         transport: Transport,
         manager: Manager,
         store: Store,
     ) -> Self:
-        """Connect and shake hands. Takes ownership of ``transport``, also when it fails."""
+        """Connect to every rank of the sender and shake hands. Takes ownership of ``transport``, also when it fails."""
         try:
             transport.register(store.arenas())
-            endpoint = ReceiverEndpoint(address, manifest, transport, options=_options(config), keys=_keys(config))
+            endpoint = ReceiverEndpoint(
+                addresses,
+                manifest,
+                transport,
+                options=_options(config),
+                keys=_keys(config),
+                checksums=ReceiverChecksums(manifest, _arrays(store)) if config.checksum != "none" else None,
+            )
         except BaseException:
             transport.close()
             raise
@@ -288,7 +302,20 @@ class _Held:
 
 
 def _options(config: TransferConfig) -> TransferOptions:
-    return TransferOptions(lease_s=config.lease_s, heartbeat_s=config.heartbeat_s)
+    return TransferOptions(
+        lease_s=config.lease_s,
+        heartbeat_s=config.heartbeat_s,
+        peer_timeout_s=config.peer_timeout_s,
+        ask_timeout_s=config.ask_timeout_s,
+        read_timeout_s=config.read_timeout_s,
+        quiesce_s=config.quiesce_s,
+        hello_timeout_s=config.hello_timeout_s,
+    )
+
+
+def _arrays(store: Store) -> dict[str, Bytes]:
+    """The arenas for checksums; raises UnsupportedError for memory the CPU cannot address."""
+    return {group: arena.array() for group, arena in store.arenas().items()}
 
 
 def _keys(config: TransferConfig) -> CurveKeys | None:

@@ -147,3 +147,26 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Heads of a tensor held on this rank."""
         ids = self.heads(tensor)
         return sum(hi - lo for lo, hi in ids) if ids else tensor.num_heads
+
+
+class Ranks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The place of one process among the ranks of its engine (tensor- and pipeline-parallel ranks alike).
+
+    Attributes:
+        engine: id that the ranks of one engine share and that is new at every start; empty for an engine of one rank.
+        rank, size: which of them, and how many there are.
+    """
+
+    engine: str = ""
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ConfigError("rank out of range", rank=self.rank, size=self.size)
+        if self.size > 1 and not self.engine:
+            raise ConfigError(
+                "several ranks need the id of the engine they belong to",
+                size=self.size,
+                remedy="give all ranks of one engine the same id, new at every start (uuid.uuid4().hex)",
+            )

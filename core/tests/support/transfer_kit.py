@@ -18,11 +18,13 @@ from kvcore.layout import Axis, Field, Layout, SpaceSpec, UnitRange, region
 from kvcore.transfer import control
 from kvcore.transfer.manifest import Manifest
 from kvcore.transfer.payload import Payload
-from kvcore.transfer.receiver import SENDER, ReceiverSession
+from kvcore.transfer.joined import JoinedReceiver, name
 from kvcore.transfer.sender import SenderSession
 from kvcore.transfer.session import TransferOptions
 
 PAGE = 4
+SENDER = name(0)
+"""How the receivers of a :class:`Net` name its only sender."""
 KEY = ("full", "pages")
 COMPONENTS = ("full/kv", "full/scale")
 
@@ -185,7 +187,7 @@ class Net:
         self.sender_memory: dict[tuple[str, int], Any] = {}
         self.up: dict[bytes, deque[bytes]] = {}
         self.down: dict[bytes, deque[bytes]] = {}
-        self.receivers: dict[bytes, ReceiverSession] = {}
+        self.receivers: dict[bytes, JoinedReceiver] = {}
         self.connections: dict[bytes, FakeConnection] = {}
         self.memories: dict[bytes, dict[tuple[str, int], Any]] = {}
         self.log: list[str] = []
@@ -196,11 +198,11 @@ class Net:
     def start_sender(self, instance: str) -> None:
         self.sender = SenderSession(manifest("sender", instance), clock=self.clock, options=self.options)
 
-    def start_receiver(self, peer: bytes, instance: str, *, hello: bool = True, **options: Any) -> ReceiverSession:
+    def start_receiver(self, peer: bytes, instance: str, *, hello: bool = True, **options: Any) -> JoinedReceiver:
         memory: dict[tuple[str, int], Any] = {}
         connection = FakeConnection(self.sender_memory, memory)
-        session = ReceiverSession(
-            manifest("receiver", instance), lambda _: connection, clock=self.clock, options=self.options, **options
+        session = JoinedReceiver(
+            manifest("receiver", instance), [lambda _: connection], clock=self.clock, options=self.options, **options
         )
         self.receivers[peer], self.connections[peer], self.memories[peer] = session, connection, memory
         self.up[peer], self.down[peer] = deque(), deque()

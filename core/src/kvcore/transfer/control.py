@@ -92,13 +92,46 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
     error: WireError
 
 
+class TakenIds(msgspec.Struct, frozen=True):
+    """Of one field, the ids of one axis that are taken from a rank."""
+
+    axis: str
+    ids: tuple[_Count, ...]
+
+
+class TakenField(msgspec.Struct, frozen=True):
+    """A field of which something is taken from a rank; ``only`` is None where it is everything both sides hold."""
+
+    region: str
+    field: str
+    only: TakenIds | None
+
+
+class TakenPart(msgspec.Struct, frozen=True):
+    """Layers of which the same fields are taken from a rank."""
+
+    layers: tuple[int, ...]
+    fields: tuple[TakenField, ...]
+
+
+class Taken(Message, frozen=True, kw_only=True, tag="taken"):
+    """Receiver → sender, once after the welcome, where checksums are configured: what it takes from this rank."""
+
+    groups: dict[str, tuple[TakenPart, ...]]
+
+
 class Ask(Message, frozen=True, kw_only=True, tag="ask"):
-    """Receiver → sender: tokens ``[start, stop)`` of a request are wanted, under a new attempt number."""
+    """Receiver → sender: tokens ``[start, stop)`` of a request are wanted, under a new attempt number.
+
+    With ``start == stop`` nothing is read from this rank: it gets one empty last offer when the prompt is complete.
+    ``layerwise``: offers of single layers are welcome.
+    """
 
     request: _RequestId
     attempt: _Count
     start: _Count
     stop: _Count
+    layerwise: bool
 
 
 class Offer(Message, frozen=True, kw_only=True, tag="offer"):
@@ -108,7 +141,6 @@ class Offer(Message, frozen=True, kw_only=True, tag="offer"):
         seq: 0, 1, 2, … within the attempt.
         start, stop: tokens ``[start, stop)`` prefilled since the offer before.
         last: the prompt is complete.
-        checksums: by component, as agreed between the engines; empty when not used.
     """
 
     request: _RequestId
@@ -118,7 +150,6 @@ class Offer(Message, frozen=True, kw_only=True, tag="offer"):
     stop: _Count
     payloads: tuple[Payload, ...]
     last: bool
-    checksums: dict[str, int]
 
 
 class Pulled(Message, frozen=True, kw_only=True, tag="pulled"):
@@ -131,21 +162,26 @@ class Pulled(Message, frozen=True, kw_only=True, tag="pulled"):
 
 
 class PulledAll(Message, frozen=True, kw_only=True, tag="pulled_all"):
-    """Receiver → sender: every read of the attempt is terminal. Asks for the commit; repeated until answered."""
+    """Receiver → sender: every read of the attempt is terminal. Asks for the commit; repeated until answered.
+
+    ``units``: the sender's units that were read, where checksums are configured; else empty.
+    """
 
     request: _RequestId
     attempt: _Count
     nbytes: dict[str, _Bytes]
+    units: tuple[Payload, ...]
 
 
 class Commit(Message, frozen=True, kw_only=True, tag="commit"):
-    """Sender → receiver: every offered unit was held unbroken until now, so what was read is valid.
+    """Sender → receiver: every rank of the receiver has everything, and every offered unit was held unbroken until now.
 
     Attributes:
         num_tokens, num_offers: size of the prompt, and how many offers it took.
         nbytes: the bytes reported pulled, by component.
         pulled_early_bytes: of those, how many were reported before the last chunk started.
         engine_data: opaque bytes of the engine (first token, sampling state).
+        checksums: of the bytes reported pulled, by component, where configured; else empty.
     """
 
     request: _RequestId
@@ -155,6 +191,7 @@ class Commit(Message, frozen=True, kw_only=True, tag="commit"):
     nbytes: dict[str, _Bytes]
     pulled_early_bytes: _Count
     engine_data: _EngineData
+    checksums: dict[str, int]
 
 
 class Expired(Message, frozen=True, kw_only=True, tag="expired"):
@@ -165,7 +202,7 @@ class Expired(Message, frozen=True, kw_only=True, tag="expired"):
 
 
 class Ack(Message, frozen=True, kw_only=True, tag="ack"):
-    """Receiver → sender: the commit is accepted, the units may go."""
+    """Receiver → sender: every rank of the sender has committed and it is accepted; the units may go."""
 
     request: _RequestId
     attempt: _Count
@@ -199,7 +236,20 @@ class Bye(Message, frozen=True, kw_only=True, tag="bye"):
 
 
 AnyMessage = (
-    Hello | Welcome | Refused | Ask | Offer | Pulled | PulledAll | Commit | Expired | Ack | Abort | Heartbeat | Bye
+    Hello
+    | Welcome
+    | Refused
+    | Taken
+    | Ask
+    | Offer
+    | Pulled
+    | PulledAll
+    | Commit
+    | Expired
+    | Ack
+    | Abort
+    | Heartbeat
+    | Bye
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,14 +9,16 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvcore.contract import Transport
+from kvcore.contract import PeerConnection, Transport
 from kvcore.errors import ConfigError, HandshakeError, ProtocolError, TransferError
 from kvcore.layout import Int64Array
 from kvcore.transfer import control
+from kvcore.transfer.checksums import SenderChecksums
+from kvcore.transfer.joined import JoinedReceiver, name
 from kvcore.transfer.loop import CurveKeys, Endpoint, EndpointStats, drain
 from kvcore.transfer.manifest import Manifest
 from kvcore.transfer.payload import Payload
-from kvcore.transfer.receiver import SENDER, ReceiverSession, Verify
+from kvcore.transfer.receiver import Checks
 from kvcore.transfer.sender import SenderSession
 from kvcore.transfer.session import Peer, ReceiveEvent, ReceiveFailed, SendEvent, SendFailed, TransferOptions
 
@@ -39,6 +41,7 @@ class SenderEndpoint(Endpoint[SendEvent]):
         bind: ZeroMQ address; ``tcp://127.0.0.1:*`` takes a free port.
         options: times of the protocol.
         keys: CURVE keys, or None for a plain connection.
+        checksums: answers those who ask for checksums; needed where the manifest says so.
 
     Attributes:
         address: what receivers connect to.
@@ -53,8 +56,9 @@ class SenderEndpoint(Endpoint[SendEvent]):
         bind: str = "tcp://127.0.0.1:*",
         options: TransferOptions | None = None,
         keys: CurveKeys | None = None,
+        checksums: SenderChecksums | None = None,
     ) -> None:
-        self._sender = SenderSession(manifest, clock=time.monotonic, options=options)
+        self._sender = SenderSession(manifest, clock=time.monotonic, options=options, checksums=checksums)
         super().__init__(self._sender, "kvcore-sender")
         with self._or_release("cannot bind the control address", bind):
             self._router = self._socket(zmq.ROUTER, keys)
@@ -80,11 +84,15 @@ class SenderEndpoint(Endpoint[SendEvent]):
         *,
         last: bool = False,
         engine_data: bytes = b"",
-        checksums: Mapping[str, int] | None = None,
     ) -> None:
         """See :meth:`SenderSession.offer`."""
         with self._call():
-            self._sender.offer(request, start, stop, payloads, last=last, engine_data=engine_data, checksums=checksums)
+            self._sender.offer(request, start, stop, payloads, last=last, engine_data=engine_data)
+
+    def layerwise(self, request: str) -> bool:
+        """See :meth:`SenderSession.layerwise`."""
+        with self._call():
+            return self._sender.layerwise(request)
 
     def note_chunk_start(self, request: str, *, last: bool) -> None:
         """See :meth:`SenderSession.note_chunk_start`."""
@@ -138,48 +146,68 @@ class SenderEndpoint(Endpoint[SendEvent]):
         return
 
 
+class _Wire:
+    """The socket to one rank of a sender, its monitor, and what the transport's connection can be waited for by."""
+
+    def __init__(self, peer: Peer, address: str, dealer: zmq.Socket[bytes]) -> None:
+        self.peer = peer
+        self.address = address
+        self.dealer = dealer
+        self.monitor = dealer.get_monitor_socket(_WATCHED)
+        self.conn_fd: int | None = None
+        dealer.connect(address)
+
+
 class ReceiverEndpoint(Endpoint[ReceiveEvent]):
-    """Pulls requests from one sender. A context manager; construction is the handshake.
+    """Pulls requests from all ranks of one sender. A context manager; construction is the handshake.
 
     Args:
-        address: of the sender.
+        addresses: of the sender: one a rank, in any order.
         manifest: of this process.
-        transport: opens the connection to the sender's memory; it must have registered the local arenas. It is not
+        transport: opens the connections to the sender's memory; it must have registered the local arenas. It is not
             closed here.
         options: times of the protocol.
         keys: CURVE keys with the sender's ``server_key``, or None.
-        verify: see :class:`ReceiverSession`.
+        checksums: see :class:`kvcore.transfer.receiver.ReceiverSession`.
 
     Raises HandshakeError (no answer, or peers that cannot exchange data: field and both values), PeerLostError.
     """
 
     def __init__(
         self,
-        address: str,
+        addresses: str | Sequence[str],
         manifest: Manifest,
         transport: Transport,
         *,
         options: TransferOptions | None = None,
         keys: CurveKeys | None = None,
-        verify: Verify | None = None,
+        checksums: Checks | None = None,
     ) -> None:
         if keys is not None and not keys.server_key:
             raise ConfigError("a receiver with CURVE keys needs the sender's public key", key="server_key")
-        self._receiver = ReceiverSession(
-            manifest, transport.connect, clock=time.monotonic, options=options, verify=verify
+        self.addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
+        if not self.addresses:
+            raise ConfigError("a receiver needs the address of its sender")
+        self._receiver = JoinedReceiver(
+            manifest,
+            [transport.connect] * len(self.addresses),
+            clock=time.monotonic,
+            options=options,
+            checksums=checksums,
+            traits=transport.traits,
         )
         super().__init__(self._receiver, "kvcore-receiver")
-        self.address = address
-        self._conn_fd: int | None = None
-        with self._or_release("cannot connect to the control address", address):
-            self._dealer = self._socket(zmq.DEALER, keys)
-            self._dealer.setsockopt(zmq.ROUTING_ID, manifest.instance.encode())
-            if keys is not None:
-                self._dealer.curve_serverkey = keys.server_key
-            self._monitor = self._dealer.get_monitor_socket(_WATCHED)
-            self._dealer.connect(address)
-        self._poller.register(self._dealer, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._wires: dict[Peer, _Wire] = {}
+        for number, address in enumerate(self.addresses):
+            with self._or_release("cannot connect to the control address", address):
+                dealer = self._socket(zmq.DEALER, keys)
+                dealer.setsockopt(zmq.ROUTING_ID, manifest.instance.encode())
+                if keys is not None:
+                    dealer.curve_serverkey = keys.server_key
+                self._wires[name(number)] = _Wire(name(number), address, dealer)
+        for wire in self._wires.values():
+            self._poller.register(wire.dealer, zmq.POLLIN)
+            self._poller.register(wire.monitor, zmq.POLLIN)
         self._thread.start()
         try:
             self._shake_hands()
@@ -194,7 +222,7 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
             )
             failure: Exception | None = self._receiver.failure or self._failure
             if failure is None and not self._receiver.connected:
-                failure = HandshakeError("closed before the sender answered", address=self.address)
+                failure = HandshakeError("closed before the sender answered", addresses=self.addresses)
         if failure is not None:
             raise failure
 
@@ -233,41 +261,40 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
             self._send_all()
 
     def _timeout_s(self) -> float:
-        if self._conn_fd is None and self._receiver.reads_in_flight:
+        if self._receiver.reads_in_flight and any(wire.conn_fd is None for wire in self._wires.values()):
             return _POLL_READS_S
         return super()._timeout_s()
 
     def _turn(self) -> None:
-        for frames in drain(self._dealer):
-            self._receive(frames[0] if len(frames) == 1 else b"", SENDER)
-        self._watch()
+        for wire in self._wires.values():
+            for frames in drain(wire.dealer):
+                self._receive(frames[0] if len(frames) == 1 else b"", wire.peer)
+            self._watch(wire)
         self._receiver.tick()
-        self._follow_connection()
+        for wire, link in zip(self._wires.values(), self._receiver.links, strict=True):
+            if link.connection is not None and wire.conn_fd is None:
+                wire.conn_fd = link.connection.fileno()
+                if wire.conn_fd is not None:
+                    self._poller.register(wire.conn_fd, zmq.POLLIN)
 
-    def _watch(self) -> None:
-        for frames in drain(self._monitor):
+    def _watch(self, wire: _Wire) -> None:
+        for frames in drain(wire.monitor):
             event = parse_monitor_message(frames)["event"]
             if event != zmq.EVENT_DISCONNECTED:
                 self._receiver.refused(
-                    HandshakeError("the sender refused the connection", address=self.address,
+                    wire.peer,
+                    HandshakeError("the sender refused the connection", address=wire.address,
                                    remedy="check the CURVE keys of both sides")
                 )  # fmt: skip
             elif self._receiver.connected:
                 # Messages may have been lost with it, so it is never silently taken up again.
-                self._receiver.lost("its control connection was closed")
-
-    def _follow_connection(self) -> None:
-        connection = self._receiver.connection
-        if connection is not None and self._conn_fd is None:
-            self._conn_fd = connection.fileno()
-            if self._conn_fd is not None:
-                self._poller.register(self._conn_fd, zmq.POLLIN)
+                self._receiver.lost(wire.peer, "its control connection was closed")
 
     def _send(self, peer: Peer, data: bytes) -> None:
         try:
-            self._dealer.send(data, zmq.NOBLOCK)
+            self._wires[peer].dealer.send(data, zmq.NOBLOCK)
         except zmq.Again:
-            self._receiver.lost("its control connection was closed")
+            self._receiver.lost(peer, "its control connection was closed")
 
     def _handle(self, peer: Peer, message: control.AnyMessage) -> None:
         self._receiver.handle(peer, message)
@@ -277,25 +304,33 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
 
     def _end_session(self, reason: str) -> None:
         self._receiver.close(reason)
-        connection = self._receiver.connection
-        if connection is not None and not connection.quiesce(self._receiver.options.quiesce_s):
+        if not self._quiesce():
             _log.error("reads do not end; their units stay reserved", endpoint=self._name)
         self._receiver.tick()
         self._receiver.give_up_reads()
 
     def _fail_all(self, error: TransferError) -> list[ReceiveEvent]:
-        connection = self._receiver.connection
-        quiet = connection is None or connection.quiesce(self._receiver.options.quiesce_s)
+        quiet = self._quiesce()
         return [ReceiveFailed(request, attempt, error, quiet) for request, attempt in self._receiver.requests()]
 
+    def _connections(self) -> list[PeerConnection]:
+        return [link.connection for link in self._receiver.links if link.connection is not None]
+
+    def _quiesce(self) -> bool:
+        """Wait until no read touches local memory any more; all connections share one deadline."""
+        deadline = time.monotonic() + self._receiver.options.quiesce_s
+        quiet = [item.quiesce(max(0.0, deadline - time.monotonic())) for item in self._connections()]
+        return all(quiet)
+
     def _release(self) -> None:
-        connection = self._receiver.connection
-        if self._conn_fd is not None:
-            self._poller.unregister(self._conn_fd)
-        if connection is not None:
+        for wire in self._wires.values():
+            if wire.conn_fd is not None:
+                self._poller.unregister(wire.conn_fd)
+        for connection in self._connections():
             connection.close()
-        self._dealer.disable_monitor()
-        self._monitor.close()
+        for wire in self._wires.values():
+            wire.dealer.disable_monitor()
+            wire.monitor.close()
 
 
 __all__ = ["CurveKeys", "EndpointStats", "ReceiverEndpoint", "SenderEndpoint"]

@@ -12,9 +12,26 @@ from kvcore.contract import ReadHandle, ReadJob
 from kvcore.errors import KVCoreError, LayoutError, ProtocolError, RequestError, TransferError
 from kvcore.layout import Int64Array
 from kvcore.transfer import control
-from kvcore.transfer.manifest import PeerPlan
 from kvcore.transfer.payload import Payload
+from kvcore.transfer.plan import PeerPlan
 from kvcore.transfer.session import add_bytes
+
+
+@dataclass(frozen=True)
+class Pull:
+    """What to read for an offer.
+
+    Attributes:
+        jobs: the reads.
+        nbytes: logical bytes by component.
+        units: the sender's units among it.
+        landed: the units they land in, in the same order.
+    """
+
+    jobs: tuple[ReadJob, ...]
+    nbytes: dict[str, int]
+    units: tuple[Payload, ...]
+    landed: tuple[Payload, ...]
 
 
 @dataclass
@@ -24,13 +41,18 @@ class Read:
     offer: control.Offer
     handle: ReadHandle
     nbytes: dict[str, int]
-    landed: tuple[Payload, ...]
     started_at: float
 
 
 @dataclass
 class Incoming:
-    """One ask that is not over."""
+    """One ask that is not over.
+
+    Attributes:
+        missing: by ``(group, range, component)``, which units of which layers have still to be offered.
+        units, landed: what was read so far, where checksums are configured (see :class:`Pull`).
+        commit: the sender's; accepted once every rank of the sender has committed.
+    """
 
     request: str
     attempt: int
@@ -43,17 +65,26 @@ class Incoming:
     complete: bool = False
     reads: list[Read] = field(default_factory=list)
     nbytes: dict[str, int] = field(default_factory=dict)
+    units: list[Payload] = field(default_factory=list)
+    landed: list[Payload] = field(default_factory=list)
     asked_commit_at: float | None = None
+    commit: control.Commit | None = None
     error: KVCoreError | None = None
     failed_at: float = 0.0
+
+    @property
+    def nothing(self) -> bool:
+        """Nothing is read from this rank of the sender."""
+        return self.start == self.stop
 
 
 def check_tables(
     plan: PeerPlan, request: str, tables: Mapping[tuple[str, str], Int64Array], *, complete: bool
 ) -> tuple[dict[tuple[str, str], Int64Array], dict[tuple[str, str, str], npt.NDArray[np.bool_]]]:
-    """Check an ask's tables; return copies of them, and by ``(group, range, component)`` which units must arrive.
+    """Check an ask's tables; return copies of them, and by ``(group, range, component)`` what must arrive.
 
-    Raises RequestError for forgotten or foreign ranges, foreign or null units, and a unit named twice.
+    What must arrive is bool ``[layers taken from this sender, units]``. Raises RequestError for forgotten or foreign
+    ranges, foreign or null units, and a unit named twice.
     """
     known = dict(plan.ranges())
     if not set(tables) <= set(known) or (complete and set(tables) != set(known)):
@@ -71,30 +102,29 @@ def check_tables(
         except LayoutError as error:
             raise RequestError(error.message, request=request, **error.fields) from error
         for component in known[key]:
-            missing[*key, component] = taken[key] >= 0
+            missing[*key, component] = np.tile(taken[key] >= 0, (len(plan.layers[key[0]]), 1))
     return taken, missing
 
 
-def read_jobs(
-    plan: PeerPlan, record: Incoming, offer: control.Offer
-) -> tuple[list[ReadJob], dict[str, int], tuple[Payload, ...]]:
-    """What to read for an offer: jobs, logical bytes by component, and the destination units.
+def pull_of(plan: PeerPlan, record: Incoming, offer: control.Offer) -> Pull:
+    """What to read for an offer.
 
     Raises ProtocolError for names and units that are not in the manifests, not in the ask, or offered before.
     """
-    merged: dict[tuple[str, str, int, bytes], tuple[str, ...]] = {}
+    merged: dict[tuple[str, str, int, bytes, tuple[int, ...]], tuple[str, ...]] = {}
     for payload in offer.payloads:
-        key = (payload.group, payload.range, payload.first, payload.units)
+        key = (payload.group, payload.range, payload.first, payload.units, payload.layers)
         merged[key] = merged.get(key, ()) + payload.components
     jobs: list[ReadJob] = []
     nbytes: dict[str, int] = {}
-    landed = []
-    for (group, range_name, first, units), components in merged.items():
-        programs = plan.split(group, range_name, components)
-        source = np.frombuffer(units, "<i8").astype(np.int64, copy=False)
-        plan.check_source(group, range_name, components, source)
+    units, landed = [], []
+    for (group, range_name, first, ids, layers), offered in merged.items():
+        components, programs = plan.split(group, range_name, offered, layers)
+        source = np.frombuffer(ids, "<i8").astype(np.int64, copy=False)
+        if components:
+            plan.check_source(group, range_name, components, source)
         table = record.tables.get((group, range_name))
-        if table is None or not source.size or (not table.size and record.start == record.stop):
+        if table is None or not components or not source.size or record.nothing:
             continue
         if first + source.size > table.size:
             raise ProtocolError(
@@ -103,19 +133,21 @@ def read_jobs(
             )  # fmt: skip
         span = slice(first, first + source.size)
         wanted = table[span] >= 0
+        rows = [row for row, layer in enumerate(plan.layers[group]) if not layers or layer in layers]
         for component in components:
             lacking = record.missing[group, range_name, component]
-            if not lacking[span][wanted].all():
+            if not lacking[rows, span][:, wanted].all():
                 raise ProtocolError("a unit is offered twice", request=record.request, group=group, range=range_name)
-            lacking[span] = False
+            lacking[rows, span] = False
         destination = table[span][wanted]
-        if not destination.size:
+        if not destination.size or not rows:
             continue
-        landed.append(Payload.of(group, range_name, components, first, destination))
-        for moved, program in programs:
+        units.append(Payload.of(group, range_name, components, first, source[wanted], layers))
+        landed.append(Payload.of(group, range_name, components, first, destination, layers))
+        for program in programs:
             jobs.append(ReadJob(group, program, source[wanted], destination))
-            add_bytes(nbytes, {name: program.unit_bytes[name] * int(destination.size) for name in moved})
-    return jobs, nbytes, tuple(landed)
+            add_bytes(nbytes, {n: size * int(destination.size) for n, size in program.unit_bytes.items() if size})
+    return Pull(tuple(jobs), nbytes, tuple(units), tuple(landed))
 
 
 def terminal(handle: ReadHandle) -> bool:

@@ -1,19 +1,18 @@
-"""Manifests: what a peer is told, what is refused at hello, and the plan made once for a pair of peers (no I/O)."""
+"""Manifests: what a peer is told, and what is refused at hello (no I/O)."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from typing import Any, Literal, NoReturn
 
 import msgspec
-import numpy as np
 
-from kvcore.errors import HandshakeError, LayoutError, ProtocolError
-from kvcore.layout import Field, Int64Array, Layout, Placement, Region
-from kvcore.moves import Program
-from kvcore.spec import Shard
+from kvcore.errors import HandshakeError, ProtocolError
+from kvcore.layout import Field, Layout, Placement, Region
+from kvcore.spec import Ranks, Shard
 from kvcore.transfer.control import PROTOCOL
+
+Checksum = Literal["none", "crc32"]
 
 
 def new_instance() -> str:
@@ -33,6 +32,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         transport: name of the transport behind ``endpoint``.
         endpoint: opaque record of the transport; empty for a receiver.
         shard: which part of the model this rank holds.
+        ranks: its place among the ranks of its engine.
+        checksum: how commits prove the bytes that were read, ``none`` or ``crc32``.
         protocol: version of the control messages.
     """
 
@@ -44,6 +45,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     endpoint: bytes = b""
     shard: Shard = Shard()
+    ranks: Ranks = Ranks()
+    checksum: Checksum = "none"
     protocol: tuple[int, int] = PROTOCOL
 
     def serving(self, endpoint: bytes) -> Manifest:
@@ -53,6 +56,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def encode(self) -> bytes:
         """Pack for a hello."""
         return msgspec.msgpack.encode(self)
+
+    @property
+    def engine(self) -> str:
+        """Id of the engine this process is a rank of; an engine of one rank is its instance."""
+        return self.ranks.engine or self.instance
 
     def placement(self, group: str) -> Placement:
         """Where everything of a group lies in its arena."""
@@ -81,6 +89,9 @@ def decode_manifest(data: bytes) -> Manifest:
 def check_peers(local: Manifest, remote: Manifest) -> None:
     """Raise HandshakeError, naming the field and both values, for what cannot be converted.
 
+    What only one of the two holds (groups, layers, heads) is no reason to refuse: another rank may hold it. Whether the
+    ranks of a sender hold all that a receiver needs is :func:`kvcore.transfer.sources.plan_sources`'s question.
+
     Args:
         local: manifest of the process that checks.
         remote: its peer's; one of the two is the sender and the other the receiver.
@@ -92,19 +103,20 @@ def check_peers(local: Manifest, remote: Manifest) -> None:
         _refuse("instance", local.instance, remote.instance, "every process needs an instance id of its own")
     if local.transport != remote.transport:
         _refuse("transport", local.transport, remote.transport, "configure the same transport on both sides")
+    if local.checksum != remote.checksum:
+        _refuse("checksum", local.checksum, remote.checksum, "configure the same transfer.checksum on both sides")
     if local.model != remote.model:
         _refuse("model", local.model, remote.model, "both sides must serve the same model")
-    if set(local.layouts) != set(remote.layouts):
-        _refuse("groups", sorted(local.layouts), sorted(remote.layouts))
     for group, layout in local.layouts.items():
-        _check_layouts(group, layout, remote.layouts[group], receiver_is_local=local.role == "receiver")
+        if group in remote.layouts:
+            _check_layouts(group, layout, remote.layouts[group])
 
 
 def _refuse(field: str, local: Any, remote: Any, remedy: str = "", **where: Any) -> NoReturn:
     raise HandshakeError(f"peers differ in {field}", remedy=remedy, field=field, local=local, remote=remote, **where)
 
 
-def _check_layouts(group: str, local: Layout, remote: Layout, *, receiver_is_local: bool) -> None:
+def _check_layouts(group: str, local: Layout, remote: Layout) -> None:
     if local.format != remote.format:
         _refuse("format", local.format, remote.format, "configure the same format on both sides", group=group)
     if local.revision != remote.revision:
@@ -123,17 +135,14 @@ def _check_layouts(group: str, local: Layout, remote: Layout, *, receiver_is_loc
             )  # fmt: skip
         if (mine.kind, mine.unit, mine.options) != (theirs.kind, theirs.unit, theirs.options):
             _refuse("index space", str(mine), str(theirs), group=group, range=item.name)
-    source, destination = (remote, local) if receiver_is_local else (local, remote)
-    if not set(destination.layers) <= set(source.layers):
-        _refuse("layers", local.layers, remote.layers, "the sender must hold every layer of the receiver", group=group)
     mine_regions, their_regions = ({r.name: r for r in layout.regions} for layout in (local, remote))
     if set(mine_regions) != set(their_regions):
         _refuse("regions", sorted(mine_regions), sorted(their_regions), group=group)
     for name, region in mine_regions.items():
-        _check_regions(group, region, their_regions[name], receiver_is_local=receiver_is_local)
+        _check_regions(group, region, their_regions[name])
 
 
-def _check_regions(group: str, local: Region, remote: Region, *, receiver_is_local: bool) -> None:
+def _check_regions(group: str, local: Region, remote: Region) -> None:
     where = {"group": group, "region": local.name}
     if local.component != remote.component:
         _refuse("component", local.component, remote.component, **where)
@@ -143,10 +152,10 @@ def _check_regions(group: str, local: Region, remote: Region, *, receiver_is_loc
     if set(mine) != set(theirs):
         _refuse("fields", sorted(mine), sorted(theirs), **where)
     for name, field in mine.items():
-        _check_fields(field, theirs[name], {**where, "name": name}, receiver_is_local=receiver_is_local)
+        _check_fields(field, theirs[name], {**where, "name": name})
 
 
-def _check_fields(local: Field, remote: Field, where: dict[str, str], *, receiver_is_local: bool) -> None:
+def _check_fields(local: Field, remote: Field, where: dict[str, str]) -> None:
     if local.dtype != remote.dtype:
         _refuse("dtype", local.dtype, remote.dtype, **where)
     axes = ({axis.name for axis in local.axes}, {axis.name for axis in remote.axes})
@@ -156,110 +165,5 @@ def _check_fields(local: Field, remote: Field, where: dict[str, str], *, receive
         other = remote.axis(axis.name)
         if axis.blocks != other.blocks:
             _refuse("scale blocks", str(axis.blocks), str(other.blocks), **where, axis=axis.name)
-        if not axis.ids and not other.ids:
-            if axis.size != other.size:
-                _refuse(f"{axis.name} size", axis.size, other.size, **where, axis=axis.name)
-            continue
-        mine, theirs = local.global_ids(axis.name), remote.global_ids(axis.name)
-        source, destination = (theirs, mine) if receiver_is_local else (mine, theirs)
-        if not np.isin(destination, source).all():
-            _refuse(
-                f"{axis.name} ids", axis.ids or axis.size, other.ids or other.size,
-                "the sender must hold every id of the receiver", **where, axis=axis.name,
-            )  # fmt: skip
-
-
-class PeerPlan:
-    """How a receiver pulls from one sender: made once, at hello, and only looked up afterwards."""
-
-    def __init__(self, local: Manifest, remote: Manifest) -> None:
-        """Check and plan; raise HandshakeError for what cannot be converted. Touches no buffer."""
-        check_peers(local, remote)
-        self.local = local
-        self.remote = remote
-        self.programs: dict[str, dict[tuple[str, ...], Program]] = {}
-        self._ranges: dict[tuple[str, str], tuple[str, ...]] = {}
-        self._bounds: dict[tuple[str, str], dict[str, tuple[tuple[int, int], tuple[int, int]]]] = {}
-        for group, layout in local.layouts.items():
-            self.programs[group] = self._build(group, layout)
-
-    def _build(self, group: str, layout: Layout) -> dict[tuple[str, ...], Program]:
-        theirs, here, there = self.remote.layouts[group], self.local.placement(group), self.remote.placement(group)
-        programs: dict[tuple[str, ...], Program] = {}
-        for item in layout.ranges:
-            holders = [region for region in layout.regions if item.name in region.ranges]
-            whole = tuple(dict.fromkeys(region.component for region in holders))
-            self._ranges[group, item.name] = whole
-            self._bounds[group, item.name] = {
-                region.component: (_bounds(there, region.name, item.name), _bounds(here, region.name, item.name))
-                for region in holders
-            }
-            together = [whole] if len({region.ranges for region in holders}) == 1 else []
-            for components in (*together, *((component,) for component in whole)):
-                if components not in programs:
-                    try:
-                        programs[components] = Program.build(theirs, there, layout, here, components)
-                    except LayoutError as error:
-                        facts = {key: value for key, value in error.fields.items() if key != "group"}
-                        raise HandshakeError(error.message, remedy=error.remedy, group=group, **facts) from error
-        return programs
-
-    def ranges(self) -> Iterator[tuple[tuple[str, str], tuple[str, ...]]]:
-        """Every ``(group, range)`` with the components that live in it."""
-        yield from self._ranges.items()
-
-    def split(self, group: str, range_name: str, components: tuple[str, ...]) -> list[tuple[tuple[str, ...], Program]]:
-        """Programs that move ``components`` of a range: one where they are all of it, else one each.
-
-        Raises ProtocolError for names that were not in the manifests, or named twice.
-        """
-        known = self._ranges.get((group, range_name))
-        if known is None or not set(components) <= set(known) or len(set(components)) != len(components):
-            raise ProtocolError(
-                "components are not in the manifest", group=group, range=range_name, components=components, known=known
-            )
-        programs = self.programs[group]
-        ordered = tuple(component for component in known if component in components)
-        if ordered in programs:
-            return [(ordered, programs[ordered])]
-        return [((component,), programs[component,]) for component in ordered]
-
-    def check_source(self, group: str, range_name: str, components: tuple[str, ...], ids: Int64Array) -> None:
-        """Raise ProtocolError for ids that are no usable units of the sender (its null units are none)."""
-        for component in components:
-            source, _ = self._bounds[group, range_name][component]
-            _check_ids(ids, source, group, range_name, ProtocolError)
-
-    def check_destination(self, group: str, range_name: str, ids: Int64Array) -> None:
-        """Raise LayoutError for ids that are neither −1 nor usable units here, or that are named twice."""
-        wanted = ids[ids != -1]
-        for _, destination in self._bounds[group, range_name].values():
-            _check_ids(wanted, destination, group, range_name, LayoutError)
-        if np.unique(wanted).size != wanted.size:
-            raise LayoutError("a destination unit is named twice", group=group, range=range_name)
-
-
-def _bounds(placement: Placement, region: str, range_name: str) -> tuple[int, int]:
-    for name, first, count in placement.ranges[region]:
-        if name == range_name:
-            return first + 1, first + count
-    raise LayoutError("no such unit range", region=region, range=range_name)
-
-
-def _check_ids(
-    ids: Int64Array, bounds: tuple[int, int], group: str, range_name: str, error: type[ProtocolError | LayoutError]
-) -> None:
-    if ids.size and (int(ids.min()) < bounds[0] or int(ids.max()) >= bounds[1]):
-        bad = ids[(ids < bounds[0]) | (ids >= bounds[1])]
-        raise error(
-            "unit ids out of range",
-            group=group,
-            range=range_name,
-            expected=f"[{bounds[0]}, {bounds[1]})",
-            got=int(bad[0]),
-        )
-
-
-def plan_peer(local: Manifest, remote: Manifest) -> PeerPlan:
-    """Plan how ``local`` (a receiver) pulls from ``remote`` (a sender). Raises HandshakeError."""
-    return PeerPlan(local, remote)
+        if not axis.ids and not other.ids and axis.size != other.size:
+            _refuse(f"{axis.name} size", axis.size, other.size, **where, axis=axis.name)

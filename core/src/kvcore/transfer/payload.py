@@ -22,6 +22,7 @@ class Payload(msgspec.Struct, frozen=True):
         components: the components that move under these ids.
         first: logical index of the first unit.
         units: region unit ids, little-endian int64; empty is legal and moves nothing.
+        layers: storage layer ids that are offered; empty means every layer the sender holds.
     """
 
     group: str
@@ -29,6 +30,7 @@ class Payload(msgspec.Struct, frozen=True):
     components: tuple[str, ...]
     first: int
     units: bytes
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         whole = len(self.units) % _WIRE.itemsize == 0
@@ -43,10 +45,20 @@ class Payload(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, group: str, range: str, components: Sequence[str], first: int, ids: Int64Array | Sequence[int]
+        cls,
+        group: str,
+        range: str,
+        components: Sequence[str],
+        first: int,
+        ids: Int64Array | Sequence[int],
+        layers: Sequence[int] = (),
     ) -> Payload:
         """Build from unit ids ``[N]``; ``first`` is the logical index of ``ids[0]``."""
-        return cls(group, range, tuple(components), int(first), np.asarray(ids, dtype=_WIRE).tobytes())
+        return cls(group, range, tuple(components), int(first), np.asarray(ids, dtype=_WIRE).tobytes(), tuple(layers))
+
+    def of_layers(self, layers: Sequence[int]) -> Payload:
+        """The same units of some layers only."""
+        return msgspec.structs.replace(self, layers=tuple(layers))
 
     @property
     def ids(self) -> Int64Array:

@@ -1,13 +1,15 @@
-"""The receiving (decode) side of the protocol: a pure state machine over a :class:`PeerConnection` (no threads).
+"""A receiver's conversation with one rank of a sender: a pure state machine over a :class:`PeerConnection` (no threads).
 
 It asks, pulls every offer into the units it was given, and accepts only what is committed. Each ask ends in exactly one
-``ReceiveDone`` or ``ReceiveFailed``; a failure is reported once no read writes its units any more.
+``ReceiveDone`` or ``ReceiveFailed``; a failure is reported once no read writes its units any more. How a receiver joins
+the conversations with all ranks of a sender: :mod:`kvcore.transfer.joined`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import structlog
@@ -27,9 +29,11 @@ from kvcore.errors import (
 )
 from kvcore.layout import Int64Array
 from kvcore.transfer import control
-from kvcore.transfer.incoming import Incoming, Read, check_tables, read_jobs, terminal
-from kvcore.transfer.manifest import Manifest, PeerPlan, check_protocol, decode_manifest, plan_peer
+from kvcore.transfer.checksums import pack_sources
+from kvcore.transfer.incoming import Incoming, Read, check_tables, pull_of, terminal
+from kvcore.transfer.manifest import Manifest, check_peers, check_protocol, decode_manifest
 from kvcore.transfer.payload import Payload
+from kvcore.transfer.plan import PeerPlan
 from kvcore.transfer.session import (
     Clock,
     Peer,
@@ -49,19 +53,29 @@ _log = structlog.get_logger("kvcore.transfer.receiver")
 SENDER: Peer = b""
 """A receiver has one peer."""
 
-Verify = Callable[[tuple[Payload, ...], dict[str, int]], None]
-"""``verify(destination units, checksums)`` raises TransferError where what has landed is not what was offered."""
+
+class Checks(Protocol):
+    """Holds what arrived against the checksums of a commit, see :class:`kvcore.transfer.checksums.ReceiverChecksums`."""
+
+    def check(self, plan: PeerPlan, landed: Sequence[Payload], checksums: Mapping[str, int], request: str) -> None: ...
 
 
 class ReceiverSession(Session[ReceiveEvent]):
-    """Pulls requests from one sender.
+    """Pulls requests from one rank of a sender.
+
+    It can ask once it was welcomed *and* given its plan (:meth:`use`), which takes the manifests of all ranks. A request
+    that is done stays here until :meth:`accept`: only then is the sender told that it may let go.
 
     Args:
         manifest: of this process.
         connect: opens the transport connection named by the sender's endpoint record.
         clock, options: time.
-        verify: checks the checksums of an offer once it has landed; without it an offer that carries some is refused.
-        planner: makes the plan for a pair of manifests.
+        checksums: checks what arrived before a request is done; needed where the manifest says so.
+
+    Attributes:
+        remote: the sender's manifest, once welcomed.
+        plan: what is taken from it.
+        failure: why the conversation is over.
     """
 
     def __init__(
@@ -71,17 +85,17 @@ class ReceiverSession(Session[ReceiveEvent]):
         *,
         clock: Clock = time.monotonic,
         options: TransferOptions | None = None,
-        verify: Verify | None = None,
-        planner: Callable[[Manifest, Manifest], PeerPlan] = plan_peer,
+        checksums: Checks | None = None,
     ) -> None:
         super().__init__(manifest.instance, clock, options or TransferOptions())
         self.manifest = manifest
         self.connection: PeerConnection | None = None
+        self.remote: Manifest | None = None
         self.plan: PeerPlan | None = None
         self.failure: TransferError | None = None
         self._connect = connect
-        self._verify = verify
-        self._planner = planner
+        self._checksums = checksums
+        self._layerwise = False
         self._sender = ""
         self._heard_at = self._sent_at = clock()
         self._attempts = 0
@@ -103,6 +117,21 @@ class ReceiverSession(Session[ReceiveEvent]):
         self._post(
             control.Hello(src=self.instance, dst="", protocol=self.manifest.protocol, manifest=self.manifest.encode())
         )
+
+    def use(self, plan: PeerPlan, *, layerwise: bool = False) -> None:
+        """Reach the sender's memory; requests can be asked for from now on.
+
+        Args:
+            plan: what is taken from this sender.
+            layerwise: whether offers of single layers are welcome.
+
+        Raises what the transport's ``connect`` raises.
+        """
+        self.connection = self._connect(plan.remote.endpoint)
+        self.plan = plan
+        self._layerwise = layerwise
+        if self.manifest.checksum != "none":
+            self._post(control.Taken(**self._address(), groups=pack_sources(plan.sources)))
 
     def ask(self, request: str, tables: Mapping[tuple[str, str], Int64Array], start: int, stop: int) -> int:
         """Ask for tokens ``[start, stop)`` of a request; returns the attempt number.
@@ -130,18 +159,39 @@ class ReceiverSession(Session[ReceiveEvent]):
         taken, missing = check_tables(self.plan, request, tables, complete=start < stop)
         self._attempts += 1
         self._requests[request] = Incoming(request, self._attempts, start, stop, taken, missing)
-        self._post(control.Ask(**self._address(), request=request, attempt=self._attempts, start=start, stop=stop))
+        self._post(
+            control.Ask(
+                **self._address(),
+                request=request,
+                attempt=self._attempts,
+                start=start,
+                stop=stop,
+                layerwise=self._layerwise,
+            )
+        )
         return self._attempts
+
+    def accept(self, request: str) -> None:
+        """Let the sender go: a request that is done is kept. Raises UnknownRequestError where it is not done here."""
+        record = self._requests.get(request)
+        if record is None or record.commit is None or record.error is not None:
+            raise UnknownRequestError("request is not done", request=request)
+        del self._requests[request]
+        self._post(control.Ack(**self._address(), request=record.request, attempt=record.attempt))
 
     def abort(self, request: str, reason: str) -> None:
         """Give a request up: ``ReceiveFailed`` follows once its reads are quiet.
 
         Raises UnknownRequestError where it is not being received; aborting one that is failing already does nothing.
         """
+        self.fail(request, TransferAbortedError(f"aborted by the receiver: {reason}", request=request))
+
+    def fail(self, request: str, error: KVCoreError) -> None:
+        """:meth:`abort` for a reason that has a type of its own."""
         record = self._requests.get(request)
         if record is None:
             raise UnknownRequestError("request is not being received", request=request)
-        self._fail(record, TransferAbortedError(f"aborted by the receiver: {reason}", request=request))
+        self._fail(record, error)
 
     def has(self, request: str) -> bool:
         """Whether a request is asked for and not over."""
@@ -172,7 +222,7 @@ class ReceiverSession(Session[ReceiveEvent]):
         if isinstance(message, control.Bye):
             self._end(left(message, self._sender))
             return
-        if self.plan is None or message.src != self._sender:
+        if self.remote is None or message.src != self._sender:
             _log.warning("message of another instance refused", expected=self._sender, got=message.src)
             return
         self._heard_at = self._clock()
@@ -214,14 +264,14 @@ class ReceiverSession(Session[ReceiveEvent]):
         if self.failure is None:
             if not alive:
                 self.lost("its connection was closed")
-            elif self.plan is not None and now - self._heard_at > options.peer_timeout_s:
+            elif self.remote is not None and now - self._heard_at > options.peer_timeout_s:
                 self.lost(f"silent for {options.peer_timeout_s} s")
-            elif self.plan is None and now - self._heard_at > options.hello_timeout_s:
+            elif self.remote is None and now - self._heard_at > options.hello_timeout_s:
                 self._end(
                     HandshakeError("no answer to the hello", hello_timeout_s=options.hello_timeout_s,
                                    remedy="check the address, the CURVE keys, and that the sender runs")
                 )  # fmt: skip
-            elif self.plan is not None and now - self._sent_at >= options.heartbeat_s:
+            elif self.remote is not None and now - self._sent_at >= options.heartbeat_s:
                 self._heartbeat(now)
         for record in list(self._requests.values()):
             if record.error is not None:
@@ -233,6 +283,11 @@ class ReceiverSession(Session[ReceiveEvent]):
             for record in list(self._requests.values()):
                 self._fail(record, TransferAbortedError(reason, request=record.request))
             self._end(PeerLostError(reason, instance=self.instance), tell=True)
+
+    def leave(self, error: KVCoreError) -> None:
+        """End the conversation and say why. Requests with reads in flight end as these do (``tick``). Idempotent."""
+        if self.failure is None:
+            self._end(error, tell=True)
 
     def give_up_reads(self) -> None:
         """Report every request whose reads are still not terminal as failed and not quiet."""
@@ -254,29 +309,28 @@ class ReceiverSession(Session[ReceiveEvent]):
         for record in self._requests.values():
             if record.error is not None:
                 continue
-            if record.asked_commit_at is not None:
+            if record.asked_commit_at is not None and record.commit is None:
                 self._ask_commit(record)
             if all(now - read.started_at < self.options.read_timeout_s for read in record.reads):
                 renew.append(control.Renewal(record.request, record.attempt))
         self._post(control.Heartbeat(**self._address(), renew=tuple(renew)))
 
     def _welcome(self, message: control.Welcome) -> None:
-        if self.plan is not None:
+        if self.remote is not None:
             return
         try:
             check_protocol(self.manifest.protocol, message.protocol)
             remote = decode_manifest(message.manifest)
             if remote.instance != message.src:
                 raise ProtocolError("welcome of another instance", expected=message.src, got=remote.instance)
-            plan = self._planner(self.manifest, remote)
-            self.connection = self._connect(remote.endpoint)
+            check_peers(self.manifest, remote)
         except KVCoreError as error:
             self._sender = message.src
             self._end(error, tell=True)
             return
         self._sender = message.src
         self._heard_at = self._clock()
-        self.plan = plan
+        self.remote = remote
 
     def _about(
         self, record: Incoming, message: control.Offer | control.Commit | control.Expired | control.Abort
@@ -308,20 +362,18 @@ class ReceiverSession(Session[ReceiveEvent]):
             raise ProtocolError(
                 "offer does not fit the ask", request=record.request, expected=record.stop, got=offer.stop
             )
-        if offer.checksums and self._verify is None:
-            raise TransferError(
-                "the sender sends checksums and nothing here can verify them", request=record.request,
-                remedy="configure checksums on both sides or on neither",
-            )  # fmt: skip
         assert self.plan is not None
         assert self.connection is not None
-        jobs, nbytes, landed = read_jobs(self.plan, record, offer)
+        pull = pull_of(self.plan, record, offer)
         record.next_seq += 1
         record.tokens = offer.stop
         record.complete = offer.last
-        if jobs:
-            handle = self.connection.read(jobs)
-            record.reads.append(Read(offer, handle, nbytes, landed, self._clock()))
+        if self._checksums is not None:
+            record.units += pull.units
+            record.landed += pull.landed
+        if pull.jobs:
+            handle = self.connection.read(pull.jobs)
+            record.reads.append(Read(offer, handle, pull.nbytes, self._clock()))
         else:
             self._landed(record, offer, {})
         self._maybe_ask_commit(record)
@@ -365,12 +417,6 @@ class ReceiverSession(Session[ReceiveEvent]):
         self.copy_seconds += read.handle.seconds
         if record.error is not None:
             return
-        try:
-            if read.offer.checksums and self._verify is not None:
-                self._verify(read.landed, read.offer.checksums)
-        except TransferError as error:
-            self._fail(record, error)
-            return
         self._landed(record, read.offer, read.nbytes)
 
     def _maybe_ask_commit(self, record: Incoming) -> None:
@@ -382,8 +428,10 @@ class ReceiverSession(Session[ReceiveEvent]):
                     record,
                     TransferError(
                         "the sender did not offer every unit asked for", request=record.request, group=group,
-                        range=range_name, component=component, first_missing=int(np.flatnonzero(lacking)[0]),
-                        missing=int(lacking.sum()),
+                        range=range_name, component=component,
+                        first_missing=int(np.flatnonzero(lacking.any(axis=0))[0]),
+                        layers=[layer for layer, row in zip(self._layers(group), lacking, strict=True) if row.any()],
+                        missing=int(lacking.any(axis=0).sum()),
                     ),
                 )  # fmt: skip
                 return
@@ -392,18 +440,31 @@ class ReceiverSession(Session[ReceiveEvent]):
     def _ask_commit(self, record: Incoming) -> None:
         record.asked_commit_at = self._clock()
         self._post(
-            control.PulledAll(**self._address(), request=record.request, attempt=record.attempt, nbytes=record.nbytes)
+            control.PulledAll(
+                **self._address(),
+                request=record.request,
+                attempt=record.attempt,
+                nbytes=record.nbytes,
+                units=tuple(record.units),
+            )
         )
 
+    def _layers(self, group: str) -> tuple[int, ...]:
+        return self.plan.layers[group] if self.plan is not None else ()
+
     def _committed(self, record: Incoming, commit: control.Commit) -> None:
+        if record.commit is not None:
+            return  # the answer to a report that was repeated
         got = (commit.num_tokens, commit.num_offers, commit.nbytes)
         if record.asked_commit_at is None or got != (record.stop, record.next_seq, record.nbytes):
             raise ProtocolError(
                 "commit does not match what was pulled", request=record.request,
                 expected=(record.stop, record.next_seq, record.nbytes), got=got,
             )  # fmt: skip
-        del self._requests[record.request]
-        self._post(control.Ack(**self._address(), request=record.request, attempt=record.attempt))
+        if self._checksums is not None:
+            assert self.plan is not None
+            self._checksums.check(self.plan, record.landed, commit.checksums, record.request)
+        record.commit = commit
         self._events.append(
             ReceiveDone(
                 record.request,

@@ -1,19 +1,21 @@
-"""The sending (prefill) side of the protocol: a pure state machine (no I/O, no threads).
+"""The sending (prefill) side of the protocol, one rank of it: a pure state machine (no I/O, no threads).
 
-It holds what was offered until the receiver acknowledges the commit, the request is aborted, the peer is lost, or the
-lease ends; each request that was begun ends in exactly one ``SendDone`` or ``SendFailed``.
+It holds what was offered until every rank of the receiver acknowledges the commit, the request is aborted, a peer is
+lost, or a lease ends; each request that was begun ends in exactly one ``SendDone`` or ``SendFailed``. A commit is given
+only when every rank of the engine that asks has everything, so that no rank accepts what another could not pull.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
 
 from kvcore.errors import (
     DuplicateRequestError,
+    HandshakeError,
     KVCoreError,
     PeerLostError,
     ProtocolError,
@@ -24,8 +26,9 @@ from kvcore.errors import (
     UnknownRequestError,
 )
 from kvcore.transfer import control
+from kvcore.transfer.checksums import SenderChecksums
 from kvcore.transfer.manifest import Manifest, check_peers, check_protocol, decode_manifest
-from kvcore.transfer.outgoing import Asker, Offered, Outgoing, PeerState, Pending, check_payloads
+from kvcore.transfer.outgoing import Ask, Asker, Ended, Offered, Outgoing, PeerState, Reader, check_payloads
 from kvcore.transfer.payload import Payload
 from kvcore.transfer.session import (
     Clock,
@@ -41,7 +44,7 @@ from kvcore.transfer.session import (
 
 _log = structlog.get_logger("kvcore.transfer.sender")
 
-_MAX_UNASKED = 4096
+_MAX_ENDED = 4096
 """Most ended requests remembered for asks that come too late."""
 
 
@@ -49,16 +52,22 @@ class SenderSession(Session[SendEvent]):
     """Offers the units of finished chunks to the receivers that ask for them."""
 
     def __init__(
-        self, manifest: Manifest, *, clock: Clock = time.monotonic, options: TransferOptions | None = None
+        self,
+        manifest: Manifest,
+        *,
+        clock: Clock = time.monotonic,
+        options: TransferOptions | None = None,
+        checksums: SenderChecksums | None = None,
     ) -> None:
         super().__init__(manifest.instance, clock, options or TransferOptions())
         self.manifest = manifest
+        self.checksums = checksums
         self._manifest_bytes = manifest.encode()
         self._components = frozenset(c for layout in manifest.layouts.values() for c in layout.components)
         self._peers: dict[Peer, PeerState] = {}
         self._requests: dict[str, Outgoing] = {}
-        self._pending: dict[str, Pending] = {}
-        self._unasked: dict[str, KVCoreError] = {}
+        self._pending: dict[str, dict[Peer, Ask]] = {}
+        self._ended: dict[str, Ended] = {}
 
     # --- the engine's calls ---
 
@@ -72,11 +81,10 @@ class SenderSession(Session[SendEvent]):
             raise RequestError("a prompt cannot have a negative length", request=request, got=num_tokens)
         if request in self._requests:
             raise DuplicateRequestError("request is being sent already", request=request)
-        self._unasked.pop(request, None)
+        self._ended.pop(request, None)
         record = self._requests[request] = Outgoing(request, num_tokens)
-        pending = self._pending.pop(request, None)
-        if pending is not None:
-            self._attach(record, pending.asker, pending.start, pending.stop)
+        for ask in self._pending.pop(request, {}).values():
+            self._attach(record, ask)
 
     def offer(
         self,
@@ -87,13 +95,13 @@ class SenderSession(Session[SendEvent]):
         *,
         last: bool = False,
         engine_data: bytes = b"",
-        checksums: Mapping[str, int] | None = None,
     ) -> None:
         """Offer the units that became final when tokens ``[start, stop)`` were prefilled.
 
         From here until ``SendDone`` or ``SendFailed`` the caller must hold them unchanged. Offers follow one another
-        without gaps, no unit is offered twice, and ``last`` (with the engine's data) completes the prompt. Raises
-        RequestError, with nothing changed, for anything else.
+        without gaps, no unit of a layer is offered twice, and ``last`` (with the engine's data) completes the prompt. An
+        offer of some layers, before a chunk is through, covers no tokens yet: ``start == stop``. Raises RequestError,
+        with nothing changed, for anything else.
         """
         record = self._known(request)
         facts: dict[str, Any] = {"request": request, "start": start, "stop": stop}
@@ -115,19 +123,26 @@ class SenderSession(Session[SendEvent]):
             )
         ends = check_payloads(self.manifest, record, payloads)
         record.ends.update(ends)
-        record.offers.append(Offered(start, stop, tuple(payloads), last, dict(checksums or {})))
+        record.offers.append(Offered(start, stop, tuple(payloads), last))
         record.offered_tokens = stop
         if last:
             record.complete = True
             record.engine_data = bytes(engine_data)
             record.lease_ends = self._clock() + self.options.lease_s
+            for reader in record.readers.values():
+                reader.lease_ends = record.lease_ends
         self._push(record)
 
     def note_chunk_start(self, request: str, *, last: bool) -> None:
         """Note that a chunk starts. With ``last``, what was reported pulled so far counts as pulled early."""
         record = self._known(request)
-        if last and record.early is None:
-            record.early = sum(record.nbytes.values())
+        for reader in record.readers.values():
+            if last and reader.early is None:
+                reader.early = sum(reader.nbytes.values())
+
+    def layerwise(self, request: str) -> bool:
+        """Whether offers of single layers serve anybody: a rank that asked reads small pieces at no loss."""
+        return any(reader.layerwise and not reader.nothing for reader in self._known(request).readers.values())
 
     def abort(self, request: str, reason: str) -> None:
         """Give a request up. Raises UnknownRequestError where it was never begun or is over."""
@@ -164,8 +179,10 @@ class SenderSession(Session[SendEvent]):
             return
         state.heard_at = self._clock()
         match message:
+            case control.Taken():
+                self._taken(peer, message)
             case control.Ask():
-                self._ask(Asker(peer, message.attempt), message)
+                self._ask(peer, state, message)
             case control.Pulled():
                 self._pulled(peer, message)
             case control.PulledAll():
@@ -185,10 +202,11 @@ class SenderSession(Session[SendEvent]):
         """Handle what could not be decoded: it fails the attempt it was about, else the whole conversation."""
         _log.warning("bad control message", peer=peer.hex(), error=error.as_dict())
         request, attempt = error.fields.get("request"), error.fields.get("attempt")
-        record = self._requests.get(request) if isinstance(request, str) else None
-        if record is not None and record.asker == Asker(peer, int(attempt or 0)):
-            self._fail(record, error)
-            return
+        if isinstance(request, str) and isinstance(attempt, int):
+            held = self._held(peer, request, attempt)
+            if held is not None:
+                self._fail(held[0], error)
+                return
         state = self._peers.get(peer)
         self._post(
             peer,
@@ -211,25 +229,25 @@ class SenderSession(Session[SendEvent]):
             elif now - state.sent_at >= options.heartbeat_s:
                 self._post(peer, control.Heartbeat(src=self.instance, dst=state.instance))
         for record in list(self._requests.values()):
-            if record.lease_ends is not None and now >= record.lease_ends:
+            if record.ended_lease(now):
                 self._fail(
                     record,
                     TransferExpiredError(
                         "lease ended before the receiver acknowledged", request=record.request, lease_s=options.lease_s
                     ),
                 )
-        for request, pending in list(self._pending.items()):
-            if now - pending.asked_at >= options.ask_timeout_s:
-                del self._pending[request]
-                self._tell(
-                    request,
-                    pending.asker,
-                    TransferExpiredError(
-                        "the sender's engine never began the request",
-                        request=request,
-                        ask_timeout_s=options.ask_timeout_s,
-                    ),
-                )
+        for request, asks in list(self._pending.items()):
+            for ask in list(asks.values()):
+                if now - ask.asked_at >= options.ask_timeout_s:
+                    self._unask(
+                        request,
+                        ask,
+                        TransferExpiredError(
+                            "the sender's engine never began the request",
+                            request=request,
+                            ask_timeout_s=options.ask_timeout_s,
+                        ),
+                    )
 
     def close(self, reason: str = "sender closed") -> None:
         """Fail everything and say goodbye. Idempotent."""
@@ -271,22 +289,46 @@ class SenderSession(Session[SendEvent]):
             ),
         )
 
-    def _fail(self, record: Outgoing, error: KVCoreError, *, tell: bool = True) -> None:
+    def _fail(self, record: Outgoing, error: KVCoreError, *, culprit: Peer | None = None) -> None:
+        """End a request without success, and say so to every rank that asked and does not know (``culprit`` does)."""
         del self._requests[record.request]
-        if record.asker is None:
-            self._unasked[record.request] = error  # so that an ask still on its way need not wait for a second begin
-            while len(self._unasked) > _MAX_UNASKED:
-                del self._unasked[next(iter(self._unasked))]
-        elif tell:
-            self._tell(record.request, record.asker, error)
+        told = set()
+        for peer, reader in record.readers.items():
+            state = self._peers.get(peer)
+            if state is not None:
+                told.add((state.engine, state.rank))
+            if peer != culprit and not reader.acked:
+                self._tell(record.request, reader.asker, error)
+        if not record.everyone_asked:
+            # So that an ask still on its way need not wait for a second begin.
+            self._ended[record.request] = Ended(error, told)
+            while len(self._ended) > _MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
         self._events.append(SendFailed(record.request, error))
 
+    def _unask(self, request: str, ask: Ask, error: KVCoreError, *, culprit: Peer | None = None) -> None:
+        """Forget an ask for what is not begun, and those of the engine's other ranks with it."""
+        asks = self._pending.get(request, {})
+        for peer in [peer for peer, item in asks.items() if item.engine == ask.engine]:
+            dropped = asks.pop(peer)
+            if peer != culprit:
+                self._tell(request, dropped.asker, error)
+        if not asks:
+            self._pending.pop(request, None)
+
     def _drop(self, peer: Peer, error: KVCoreError) -> None:
-        self._peers.pop(peer, None)
-        self._pending = {k: p for k, p in self._pending.items() if p.asker.peer != peer}
+        """A receiver is gone: its requests fail, for the other ranks of its engine too."""
+        state = self._peers.pop(peer, None)
+        if self.checksums is not None:
+            self.checksums.forget(peer)
+        for request, asks in list(self._pending.items()):
+            if peer in asks:
+                self._unask(request, asks[peer], error, culprit=peer)
         for record in list(self._requests.values()):
-            if record.asker is not None and record.asker.peer == peer:
-                self._fail(record, error, tell=False)
+            reader = record.readers.get(peer)
+            waits = state is not None and record.engine == state.engine and not record.everyone_asked
+            if (reader is not None and not reader.acked) or (reader is None and waits):
+                self._fail(record, error, culprit=peer)
 
     def _hello(self, peer: Peer, message: control.Hello) -> None:
         if peer in self._peers:
@@ -298,79 +340,120 @@ class SenderSession(Session[SendEvent]):
             if remote.instance != message.src:
                 raise ProtocolError("hello of another instance", expected=message.src, got=remote.instance)
             check_peers(self.manifest, remote)
+            self._check_rank(remote)
         except TransferError as error:
             _log.warning("hello refused", peer=peer.hex(), error=error.as_dict())
             self._post(peer, control.Refused(**address, error=control.WireError.of(error)))
             return
         now = self._clock()
-        self._peers[peer] = PeerState(message.src, heard_at=now, sent_at=now)
+        self._peers[peer] = PeerState(remote, heard_at=now, sent_at=now)
         self._post(peer, control.Welcome(**address, protocol=self.manifest.protocol, manifest=self._manifest_bytes))
 
-    def _ask(self, asker: Asker, message: control.Ask) -> None:
-        record, pending = self._requests.get(message.request), self._pending.get(message.request)
-        holder = record.asker if record is not None else pending.asker if pending is not None else None
-        if holder == asker:
-            return  # said twice
-        if holder is not None:
-            error = DuplicateRequestError("request is being pulled already", request=message.request)
-            self._tell(message.request, asker, error)
-        elif record is not None:
-            self._attach(record, asker, message.start, message.stop)
-        elif message.request in self._unasked:
-            self._tell(message.request, asker, self._unasked.pop(message.request))
-        else:
-            self._pending[message.request] = Pending(asker, message.start, message.stop, self._clock())
+    def _check_rank(self, remote: Manifest) -> None:
+        """A rank that says hello again is a restarted one; one that counts other ranks than the rest is refused."""
+        for peer, state in list(self._peers.items()):
+            if state.engine != remote.engine:
+                continue
+            if state.num_ranks != remote.ranks.size:
+                raise HandshakeError(
+                    "ranks of one engine disagree on how many they are", field="ranks", local=state.num_ranks,
+                    remote=remote.ranks.size, engine=remote.engine,
+                )  # fmt: skip
+            if state.rank == remote.ranks.rank:
+                self._drop(peer, PeerLostError("the receiver was restarted", got=remote.instance))
 
-    def _attach(self, record: Outgoing, asker: Asker, start: int, stop: int) -> None:
-        if not start <= stop == record.num_tokens:
+    def _taken(self, peer: Peer, message: control.Taken) -> None:
+        if self.checksums is None:
+            self.broken(peer, ProtocolError("checksums are not configured", type="taken"))
+            return
+        try:
+            self.checksums.expect(peer, self._peers[peer].manifest, message)
+        except TransferError as error:
+            self.broken(peer, ProtocolError(error.message, **error.fields))
+
+    def _ask(self, peer: Peer, state: PeerState, message: control.Ask) -> None:
+        asker = Asker(peer, message.attempt)
+        ask = Ask(asker, state.engine, message.start, message.stop, message.layerwise, self._clock())
+        record, asks = self._requests.get(message.request), self._pending.get(message.request, {})
+        holder = record.readers.get(peer) if record is not None else asks.get(peer)
+        if holder is not None and holder.asker == ask.asker:
+            return  # said twice
+        others = {record.engine} if record is not None and record.engine else {item.engine for item in asks.values()}
+        if holder is not None or (others and others != {ask.engine}):
+            error = DuplicateRequestError("request is being pulled already", request=message.request)
+            self._tell(message.request, ask.asker, error)
+        elif record is not None:
+            self._attach(record, ask)
+        elif not self._tell_ended(message.request, ask, state):
+            self._pending.setdefault(message.request, {})[peer] = ask
+
+    def _tell_ended(self, request: str, ask: Ask, state: PeerState) -> bool:
+        """Answer an ask for a request that has ended already, once for every rank."""
+        ended = self._ended.get(request)
+        who = (state.engine, state.rank)
+        if ended is None or who in ended.told or any(engine != state.engine for engine, _ in ended.told):
+            return False
+        ended.told.add(who)
+        if len(ended.told) == state.num_ranks:
+            del self._ended[request]
+        self._tell(request, ask.asker, ended.error)
+        return True
+
+    def _attach(self, record: Outgoing, ask: Ask) -> None:
+        if not ask.start <= ask.stop == record.num_tokens:
             error = TransferError(
                 "ask does not fit the prompt",
                 request=record.request,
-                start=start,
-                stop=stop,
+                start=ask.start,
+                stop=ask.stop,
                 num_tokens=record.num_tokens,
             )
-            self._tell(record.request, asker, error)
+            self._tell(record.request, ask.asker, error)
             return
-        record.asker = asker
-        self._renew_lease(record)
+        record.engine, record.num_readers = ask.engine, self._peers[ask.asker.peer].num_ranks
+        reader = Reader(ask.asker, nothing=ask.start == ask.stop, layerwise=ask.layerwise)
+        record.readers[ask.asker.peer] = reader
+        if record.complete:
+            reader.lease_ends = self._clock() + self.options.lease_s
         self._push(record)
 
     def _push(self, record: Outgoing) -> None:
-        asker = record.asker
-        if asker is None:
-            return
-        for seq in range(record.sent, len(record.offers)):
-            offer = record.offers[seq]
-            self._post(
-                asker.peer,
-                control.Offer(
-                    **self._address(asker),
-                    request=record.request,
-                    attempt=asker.attempt,
-                    seq=seq,
-                    start=offer.start,
-                    stop=offer.stop,
-                    payloads=offer.payloads,
-                    last=offer.last,
-                    checksums=offer.checksums,
-                ),
-            )
-        record.sent = len(record.offers)
+        for peer, reader in record.readers.items():
+            offers = record.offers_for(reader)
+            for seq in range(reader.sent, len(offers)):
+                offer = offers[seq]
+                self._post(
+                    peer,
+                    control.Offer(
+                        **self._address(reader.asker),
+                        request=record.request,
+                        attempt=reader.asker.attempt,
+                        seq=seq,
+                        start=offer.start,
+                        stop=offer.stop,
+                        payloads=offer.payloads,
+                        last=offer.last,
+                    ),
+                )
+            reader.sent = len(offers)
 
-    def _held(self, peer: Peer, request: str, attempt: int) -> Outgoing | None:
+    def _held(self, peer: Peer, request: str, attempt: int) -> tuple[Outgoing, Reader] | None:
         record = self._requests.get(request)
-        return record if record is not None and record.asker == Asker(peer, attempt) else None
+        reader = record.readers.get(peer) if record is not None else None
+        if record is None or reader is None or reader.asker.attempt != attempt:
+            return None
+        return record, reader
 
-    def _renew_lease(self, record: Outgoing) -> None:
-        if record.lease_ends is not None:
-            record.lease_ends = self._clock() + self.options.lease_s
+    def _renew_lease(self, reader: Reader) -> None:
+        if reader.lease_ends is not None:
+            reader.lease_ends = self._clock() + self.options.lease_s
 
     def _pulled(self, peer: Peer, message: control.Pulled) -> None:
-        record = self._held(peer, message.request, message.attempt)
-        if record is None:
+        held = self._held(peer, message.request, message.attempt)
+        if held is None:
             return  # of an attempt that is over: its PulledAll will be answered `expired`
-        if message.seq >= record.sent or message.seq in record.pulled:
+        record, reader = held
+        if message.seq >= reader.sent or message.seq in reader.pulled:
             self._fail(
                 record, ProtocolError("offer reported pulled out of turn", request=record.request, seq=message.seq)
             )
@@ -379,66 +462,85 @@ class SenderSession(Session[SendEvent]):
             error = ProtocolError("unknown components", request=record.request, got=sorted(message.nbytes)[:8])
             self._fail(record, error)
             return
-        record.pulled.add(message.seq)
-        add_bytes(record.nbytes, message.nbytes)
-        self._renew_lease(record)
+        reader.pulled.add(message.seq)
+        add_bytes(reader.nbytes, message.nbytes)
+        self._renew_lease(reader)
 
     def _pulled_all(self, peer: Peer, message: control.PulledAll) -> None:
-        asker = Asker(peer, message.attempt)
-        record = self._held(peer, message.request, message.attempt)
-        if record is None:
-            self._post(peer, control.Expired(**self._address(asker), request=message.request, attempt=message.attempt))
+        held = self._held(peer, message.request, message.attempt)
+        if held is None:
+            address = self._address(Asker(peer, message.attempt))
+            self._post(peer, control.Expired(**address, request=message.request, attempt=message.attempt))
             return
-        if not record.complete or len(record.pulled) != len(record.offers) or message.nbytes != record.nbytes:
+        record, reader = held
+        if not record.complete or len(reader.pulled) != reader.sent or message.nbytes != reader.nbytes:
             error = ProtocolError(
-                "receiver reports a prompt it has not pulled", request=record.request, expected=record.nbytes,
-                got=message.nbytes, offers=len(record.offers), pulled=len(record.pulled),
+                "receiver reports a prompt it has not pulled", request=record.request, expected=reader.nbytes,
+                got=message.nbytes, offers=len(record.offers), pulled=len(reader.pulled),
             )  # fmt: skip
             self._fail(record, error)
             return
-        record.committed = True
-        self._renew_lease(record)
+        self._renew_lease(reader)
+        if self.checksums is not None and not reader.reported:
+            try:
+                reader.checksums = self.checksums.of(peer, message.units)
+            except TransferError as error:
+                self._fail(record, error)
+                return
+        reader.reported = True
+        if record.committed:
+            self._commit(record, reader)  # the answer has not arrived yet
+        elif record.everyone_asked and all(item.reported for item in record.readers.values()):
+            record.committed = True
+            for item in record.readers.values():
+                self._commit(record, item)
+
+    def _commit(self, record: Outgoing, reader: Reader) -> None:
         self._post(
-            peer,
+            reader.asker.peer,
             control.Commit(
-                **self._address(asker),
+                **self._address(reader.asker),
                 request=record.request,
-                attempt=asker.attempt,
+                attempt=reader.asker.attempt,
                 num_tokens=record.num_tokens,
-                num_offers=len(record.offers),
-                nbytes=record.nbytes,
-                pulled_early_bytes=record.early or 0,
+                num_offers=reader.sent,
+                nbytes=reader.nbytes,
+                pulled_early_bytes=reader.early or 0,
                 engine_data=record.engine_data,
+                checksums=reader.checksums,
             ),
         )
 
     def _ack(self, peer: Peer, message: control.Ack) -> None:
-        record = self._held(peer, message.request, message.attempt)
-        if record is None:
+        held = self._held(peer, message.request, message.attempt)
+        if held is None:
             return
+        record, reader = held
         if not record.committed:
             self._fail(record, ProtocolError("acknowledged before the commit", request=record.request))
             return
+        reader.acked = True
+        if not all(item.acked for item in record.readers.values()):
+            return
         del self._requests[record.request]
-        self._events.append(
-            SendDone(record.request, message.attempt, record.num_tokens, dict(record.nbytes), record.early or 0)
-        )
+        early = sum(item.early or 0 for item in record.readers.values())
+        self._events.append(SendDone(record.request, message.attempt, record.num_tokens, record.total_bytes(), early))
 
     def _aborted(self, peer: Peer, message: control.Abort) -> None:
-        pending = self._pending.get(message.request)
-        if pending is not None and pending.asker == Asker(peer, message.attempt):
-            del self._pending[message.request]
-        record = self._held(peer, message.request, message.attempt)
-        if record is not None:
-            self._fail(record, message.error.unpack(), tell=False)
+        ask = self._pending.get(message.request, {}).get(peer)
+        if ask is not None and ask.asker.attempt == message.attempt:
+            self._unask(message.request, ask, message.error.unpack(), culprit=peer)
+        held = self._held(peer, message.request, message.attempt)
+        if held is not None:
+            self._fail(held[0], message.error.unpack(), culprit=peer)
 
     def _renew(self, peer: Peer, message: control.Heartbeat) -> None:
         for item in message.renew:
             asker = Asker(peer, item.attempt)
-            pending = self._pending.get(item.request)
-            record = self._held(peer, item.request, item.attempt)
-            if record is not None:
-                self._renew_lease(record)
-            elif pending is None or pending.asker != asker:
+            ask = self._pending.get(item.request, {}).get(peer)
+            held = self._held(peer, item.request, item.attempt)
+            if held is not None:
+                self._renew_lease(held[1])
+            elif ask is None or ask.asker != asker:
                 # An attempt nobody here knows would be waited for without end.
                 self._post(peer, control.Expired(**self._address(asker), request=item.request, attempt=item.attempt))
