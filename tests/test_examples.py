@@ -42,6 +42,13 @@ with KVCache.create(ModelSpec("m", (group,), "fp32"), config, registry) as cache
         want = [-3, -3, -2, -2, -1.5, -1, -0.5, -0.25, 0.25, 0.5, 1, 1.5, 2, 2, 3, 3]
         assert out["k"][0, 0, :16].tolist() == want, out["k"][0, 0, :16]
         step.commit()
+    told = cache.store.constants("full")
+    assert sorted(told) == [f"{layer}/tensor_scale/{name}" for layer in (0, 1) for name in ("k", "v")]
+with KVCache.create(ModelSpec("m", (group,), "fp32"), config, registry) as same:
+    assert same.store.constants("full") == told
+    same.set_constants("full", {("tensor_scale", "v"): torch.tensor([0.5, 0.25])})  # calibrated: layer 1 is another
+    new = same.store.constants("full")
+    assert {key for key in told if told[key] != new[key]} == {"1/tensor_scale/v"}
 print("as written")
 """
 

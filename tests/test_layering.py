@@ -16,17 +16,35 @@ CORE = ROOT / "core" / "src" / "kvcore"
 
 # A module of core imports only from those before it. A new module gets its place here.
 ORDER = """
-    errors dtypes fields layout strides moves spec contract hookspecs
+    errors dtypes fields regions layout matching strides moving moves spec config contract hookspecs
     allocator index_spaces stepplan requests ranges
     transfer transfer.payload holds rules steps integrity manager
-    transfer.control transfer.session transfer.manifest transfer.copier transfer.shm
-    transfer.outgoing transfer.sender transfer.incoming transfer.receiver transfer.loop transfer.endpoint
-    tensors pool batch dispatch store
-    backup_fit backup sizing config registry plugins peers cache
+    transfer.control transfer.session transfer.manifest transfer.sources transfer.plan transfer.checksums transfer.copier
+    transfer.staging transfer.flat_batches transfer.flat_reads
+    transfer.windows transfer.memfd transfer.stage_wire transfer.stage_server transfer.stage_channel
+    transfer.stage_reader transfer.shm_server transfer.shm
+    transfer.outgoing transfer.waiting transfer.sender transfer.incoming transfer.receiver transfer.joined transfer.loop transfer.endpoint
+    tensors uploads constants states pool batch dispatch opchecks paged_attention store
+    backup_fit backup sizing registry plugins handover peers cache
 """.split()  # noqa: SIM905 - a line a layer
 
 # The only ones that may load torch when they are imported.
-TENSORS = ["tensors", "pool", "batch", "dispatch", "store", "peers", "backup", "cache"]
+TENSORS = [
+    "tensors",
+    "uploads",
+    "constants",
+    "states",
+    "pool",
+    "batch",
+    "dispatch",
+    "opchecks",
+    "paged_attention",
+    "store",
+    "handover",
+    "peers",
+    "backup",
+    "cache",
+]
 
 # Faults of other systems came from these: code run by unpickling, segments unlinked by another process's tracker.
 BANNED = ["pickle", "shelve", "marshal", "multiprocessing.shared_memory"]

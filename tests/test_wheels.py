@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DISTRIBUTIONS = [ROOT / "core", *(path.parent for path in sorted(ROOT.glob("plugins/*/pyproject.toml")))]
+PROJECTS = [path for where in ("plugins", "examples") for path in sorted(ROOT.glob(f"{where}/*/pyproject.toml"))]
+DISTRIBUTIONS = [ROOT / "core", *(path.parent for path in PROJECTS)]
 
 
 @pytest.fixture(scope="module", params=DISTRIBUTIONS, ids=lambda path: path.name)

@@ -14,6 +14,7 @@ from kvcore.batch import BatchBuilder
 from kvcore.contract import BatchPlan
 from kvcore.errors import CapacityError, IntegrityError, StaleHandleError
 from kvcore.stepplan import RangePlan, StepPlan, StepRow
+from kvcore.uploads import Uploads
 
 TENSORS = ("lengths", "query_indptr", "positions", "slots", "page_table")
 
@@ -158,3 +159,71 @@ def test_a_state_slot_is_named_by_the_newest_token() -> None:
     plan = build(builder, step(1, [(0, 3, [4]), (7, 1, [9]), (2, 1, [])]), page_size=0)
     assert plan.slots.tolist() == [-1, -1, 4, 9, -1]
     assert plan.page_table.tolist() == [[4], [9], [0]]
+
+
+class LateUploads(Uploads):
+    """Copies when the builder waits or a test says so: tables written too early arrive wrong."""
+
+    def __init__(self) -> None:
+        self.under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.ended = True
+
+    def pin(self, table: torch.Tensor) -> torch.Tensor:
+        return table.clone()
+
+    def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        assert src.is_contiguous(), "copied without waiting only where it is contiguous"
+        self.ended = False
+        self.under_way.append((dst, src))
+
+    def sent(self) -> None:
+        self.ended = True
+
+    def wait(self) -> None:
+        assert self.ended, "nothing marks the end of what was sent"
+        for dst, src in self.under_way:
+            dst.copy_(src)
+        self.under_way.clear()
+
+
+def test_tables_reach_the_device_late_and_whole() -> None:
+    """Every step's plan, once its copies have ended, is what a builder on the CPU gives; addresses stay."""
+    uploads, plain = LateUploads(), BatchBuilder(4, 16, 8, null_unit=40)
+    builder = BatchBuilder(4, 16, 8, null_unit=40, uploads=uploads)
+    steps = [
+        step(1, [(0, 6, [41, 42]), (0, 6, [43, 44]), (0, 4, [45])]),
+        step(2, [(0, 1, [46])]),
+        step(3, [(3, 2, [47, 48]), (30, 1, [41, 42, 43, 44, 45, 46, 47, 48])]),
+        step(4, []),
+        step(5, [(0, 3, [50])]),
+    ]
+    addresses = set()
+    for number, item in enumerate(steps):
+        got, want = build(builder, item), build(plain, item)
+        if number != 2:  # else the copies end when the next step is built, which must not have written before
+            uploads.wait()
+            for name in TENSORS:
+                assert getattr(got, name).tolist() == getattr(want, name).tolist()
+        addresses.add(builder._device["page_table"].data_ptr())
+    assert len(addresses) == 1
+    last = build(builder, step(6, [(0, 3, [51]), (4, 1, [52, 53])]))
+    last = builder.invalidate([0])
+    uploads.wait()
+    assert last.slots.tolist() == [-1, -1, -1, 53 * 4]
+    assert last.page_table.tolist() == [[40, 40], [52, 53]]
+
+
+def test_a_step_whose_copies_are_under_way_is_not_overwritten() -> None:
+    uploads = LateUploads()
+    builder = BatchBuilder(4, 16, 8, uploads=uploads)
+    first = build(builder, step(1, [(0, 5, [9, 3])]))
+    kept = []
+    ended = uploads.wait
+
+    def wait() -> None:
+        ended()
+        kept.append((first.slots.tolist(), first.page_table.tolist()))
+
+    uploads.wait = wait  # type: ignore[method-assign]
+    build(builder, step(2, [(0, 5, [1, 2])]))
+    assert kept == [([36, 37, 38, 39, 12], [[9, 3]])]

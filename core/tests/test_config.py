@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcore.cli.main import main
 from kvcore.config import Config, load_config, parse_bool, parse_bytes, parse_settings
 from kvcore.errors import ConfigError
 from kvcore.transfer.session import TransferOptions
@@ -272,3 +274,11 @@ def test_n3_anything_else_raises_naming_the_variable(text: str) -> None:
     assert caught.value.fields["variable"] == "KVCORE_FLAG"
     if text == "ture":
         assert caught.value.remedy == "did you mean 'true'?"
+
+
+def test_settings_reach_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["explain", "--json", "--set", "cache.format=bf16", "--set", "cache.page_size=32"]
+    assert main(given) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "bf16"
+    assert main(["explain", "--set", "cache.pagesize=32"]) == 2
+    assert "did you mean 'page_size'?" in capsys.readouterr().err

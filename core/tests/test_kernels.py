@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.builtin import attention_torch
+from kvcore import paged_attention
 from kvcore.contract import AttendParams, BatchPlan
 from kvcore.errors import LayoutError
 
@@ -453,7 +453,7 @@ def test_copy_units_copies_whole_units_and_nothing_else(
 def test_decode_gathers_at_most_twice_what_rows_hold(lengths: list[int], page_size: int, window: int | None) -> None:
     """A short row beside a long one is not padded to its length; every live token is gathered once."""
     seen = []
-    for bucket in attention_torch._buckets(tuple(lengths), page_size, window):
+    for bucket in paged_attention._buckets(tuple(lengths), page_size, window):
         rows = range(len(lengths)) if bucket.rows is None else bucket.rows.tolist()
         seen += rows
         for n, row in enumerate(rows):

@@ -8,7 +8,7 @@ from pathlib import Path
 import kvcore.layout
 
 PAGE = Path(__file__).parents[2] / "docs" / "layout.md"
-SOURCES = [Path(kvcore.layout.__file__).parent / name for name in ("fields.py", "layout.py")]
+SOURCES = [Path(kvcore.layout.__file__).parent / name for name in ("fields.py", "regions.py", "layout.py")]
 
 
 def test_the_code_on_the_page_runs() -> None:

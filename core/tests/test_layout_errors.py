@@ -160,15 +160,24 @@ BAD: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
         "one slot a token",
         {"expected": 4, "got": None},
     ),
-    "page-major, unlike ranges": (
+    "ranges in two orders": (
         lambda: layout(
-            unit(),
+            unit(ranges=("rows", "pages")),
             unit(ranges=("pages", "rows"), name="v", component="d"),
             spaces=TWO,
             ranges=TWO_RANGES,
         ),
-        "page-major",
-        {"region": "v", "expected": ("pages",), "got": ("pages", "rows")},
+        "different orders",
+        {"group": "g", "got": {"k": ("rows", "pages"), "v": ("pages", "rows")}},
+    ),
+    "constants with others": (
+        lambda: layout(
+            unit(ranges=("pages", "one")),
+            spaces=(*TWO, SpaceSpec("c", "constant", "row", 0)),
+            ranges=(*TWO_RANGES, UnitRange("one", "c")),
+        ),
+        "region of their own",
+        {"region": "k", "got": ("pages", "one")},
     ),
     "component, unlike ranges": (
         lambda: layout(unit(), unit(ranges=("rows",), name="v"), spaces=TWO, ranges=TWO_RANGES, arena="layer_major"),
@@ -214,7 +223,7 @@ def test_remedies() -> None:
     for name, words in {
         "tail undeclared": 'BlockOf(tail="padded")',
         "unit not aligned": "declare padding",
-        "page-major, unlike ranges": 'arena="layer_major"',
+        "ranges in two orders": "one order",
         "dtype": "did you mean",
         "arena": "page_major",
         "range without space": "known: s",

@@ -18,6 +18,7 @@ from kvcore.errors import (
     HandshakeError,
     PeerLostError,
     PromptTooLongError,
+    RequestError,
     TransferAbortedError,
 )
 from kvcore.peers import ReceiveDone, ReceiveFailed, ReceiveSide, SendDone, SendFailed, SendSide
@@ -77,6 +78,15 @@ def take_all(side: SendSide | ReceiveSide, kinds: tuple[type, ...], count: int, 
 def take(side: SendSide | ReceiveSide, kinds: tuple[type, ...]) -> object:
     """The next event of these kinds."""
     return take_all(side, kinds, 1)[0]
+
+
+def take_read(side: ReceiveSide, at_least: int, seconds: float = 10) -> int:
+    """Wait until so many bytes were read; returns how many were."""
+    deadline = time.monotonic() + seconds
+    while side.stats().bytes_read < at_least and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert side.stats().bytes_read >= at_least
+    return side.stats().bytes_read
 
 
 def assert_holds(cache: KVCache, name: str, number: int, length: int) -> None:
@@ -317,3 +327,144 @@ def test_curve_certificates_from_files(tmp_path: Path) -> None:
         call: Callable[[], object] = lost.serve
         with pytest.raises(ConfigError, match="CURVE"):
             call()
+
+
+# --- layers while the others are computed ---
+
+
+def test_layers_are_pulled_while_the_next_are_computed(
+    caches: tuple[KVCache, KVCache], sides: tuple[SendSide, ReceiveSide]
+) -> None:
+    """The last chunk is pulled layer by layer: when it is through, only its last layer has still to move."""
+    (prefill, decode), (send, receive) = caches, sides
+    receive.ask("x", 10)
+    prefill.admit("x", 10)
+    send.begin("x", 10)
+    prefill_chunk(prefill, send, "x", 7, 0, 6, 10)
+    take_read(receive, 1)
+    assert send.layerwise("x")
+    before = receive.stats().bytes_read
+    with prefill.begin([("x", 4)]) as step:
+        step.store(0, token_rows(7, 6, 4))
+        send.offer_layers("x", 6, 10, [0], last=True)
+        moved = take_read(receive, before + 1) - before
+        assert not any(isinstance(event, ReceiveDone) for event in receive.events()), (
+            "nothing is done before everything is"
+        )
+        step.store(1, token_rows(7, 6, 4))
+        step.commit()
+    send.offer("x", 6, 10, last=True, engine_data=b"first")
+    done = take(receive, (ReceiveDone,))
+    assert isinstance(done, ReceiveDone)
+    # units 1 and 2 are final with the last chunk: 2 units, K of 2 × 16 and V of 2 × 8 fp32, 4 slots, in each of 2 layers
+    layer = 2 * 4 * (2 * 16 + 2 * 8) * 4
+    assert moved == layer
+    assert done.bytes_by_component == {"full/kv": 3 * layer}, "unit 0 in both layers, units 1 and 2 in each"
+    take(send, (SendDone,))
+    assert_holds(decode, "x", 7, 10)
+
+
+def test_a_chunk_is_completed_as_its_layers_were_offered(
+    caches: tuple[KVCache, KVCache], sides: tuple[SendSide, ReceiveSide]
+) -> None:
+    (prefill, _), (send, receive) = caches, sides
+    receive.ask("x", 8)
+    prefill.admit("x", 8)
+    send.begin("x", 8)
+    with prefill.begin([("x", 8)]) as step:
+        for layer in LAYERS:
+            step.store(layer, token_rows(7, 0, 8))
+        send.offer_layers("x", 0, 8, [0], last=True)
+        with pytest.raises(RequestError, match="twice"):
+            send.offer_layers("x", 0, 8, [1, 0], last=True)
+        with pytest.raises(RequestError, match="another chunk"):
+            send.offer_layers("x", 0, 4, [1])
+        step.commit()
+    with pytest.raises(RequestError, match="another chunk"):
+        send.offer("x", 0, 4)
+    send.offer("x", 0, 8, last=True)
+    take(receive, (ReceiveDone,))
+
+
+def test_an_abandoned_step_takes_back_the_layers_it_offered(
+    caches: tuple[KVCache, KVCache], sides: tuple[SendSide, ReceiveSide]
+) -> None:
+    """What was pulled of it is never accepted: the step may be computed again, with other values."""
+    (prefill, decode), (send, receive) = caches, sides
+    receive.ask("x", 8)
+    prefill.admit("x", 8)
+    send.begin("x", 8)
+    with prefill.begin([("x", 8)]) as step:
+        step.store(0, token_rows(7, 0, 8))
+        send.offer_layers("x", 0, 8, [0], last=True)
+    failed = take(receive, (ReceiveFailed,))
+    assert isinstance(failed, ReceiveFailed)
+    assert isinstance(failed.error, TransferAbortedError)
+    take(send, (SendFailed,))
+    for cache in (prefill, decode):
+        cache.check_integrity()
+        assert "x" not in cache.manager
+
+
+# --- what is offered is not written to ---
+
+
+def test_a_prompt_that_is_offered_is_not_computed_on(
+    caches: tuple[KVCache, KVCache], sides: tuple[SendSide, ReceiveSide]
+) -> None:
+    """A receiver reads its last page and its states; a fork goes on in units of its own."""
+    (prefill, decode), (send, receive) = caches, sides
+    receive.ask("x", 6)
+    with pytest.raises(RequestError, match="in a transfer"):
+        decode.begin([("x", 1)])
+    prefill.admit("x", 6)
+    send.begin("x", 6)
+    prefill_chunk(prefill, send, "x", 7, 0, 4, 6)
+    with prefill.begin([("x", 2)]) as step:
+        for layer in LAYERS:
+            step.store(layer, token_rows(7, 4, 2))
+        step.commit()
+    prefill.fork("x", "y", 6)
+    send.offer("x", 4, 6, last=True)
+    with pytest.raises(RequestError, match="fork"):
+        prefill.begin([("x", 1)])
+    with prefill.begin([("y", 1)]) as step:
+        for layer in LAYERS:
+            step.store(layer, token_rows(9, 6, 1))
+        step.commit()
+    take(receive, (ReceiveDone,))
+    assert_holds(decode, "x", 7, 6)
+    with decode.begin([("x", 1)]):
+        pass
+    take(send, (SendDone,))
+
+
+# --- the budget of what waits ---
+
+
+def test_prompts_that_nobody_takes_over_stop_admission(caches: tuple[KVCache, KVCache]) -> None:
+    """Prefill must not fill its memory for decode processes that are slow or dead; it goes on when leases end."""
+    del caches
+    # 64 KiB: 10 units of 4 tokens, 2 layers, 2 × (16 + 8) fp32 each
+    with build(**{"transfer.lease_s": 1.5, "transfer.heartbeat_s": 0.2, "transfer.held_fraction": 0.5}) as prefill:
+        send = prefill.serve()
+        total = prefill.token_capacity
+        assert total is not None
+        taken = 0
+        while prefill.can_admit(4):
+            name = f"r{taken}"
+            prefill.admit(name, 4)
+            send.begin(name, 4)
+            prefill_chunk(prefill, send, name, 1, 0, 4, 4)
+            taken += 1
+        assert taken == total // 4 // 2 + 1, "one over half the units"
+        assert prefill.manager.can_admit(4), "there is memory, but not for prefill"
+        with pytest.raises(CapacityError) as refused:
+            prefill.admit("more", 4)
+        assert refused.value.fields["held_units"] == taken
+        assert refused.value.fields["limit_units"] == taken - 1
+        deadline = time.monotonic() + 10
+        while not prefill.can_admit(4) and time.monotonic() < deadline:
+            send.wait_event(0.1)
+        prefill.admit("more", 4)
+        prefill.check_integrity()

@@ -91,11 +91,16 @@ def test_envelopes_are_page_major_only() -> None:
     assert tuple(pool.envelopes().shape) == (9, 352)
     assert pool.envelopes()[3].numpy().tobytes() == raw[3 * 352 : 4 * 352].tobytes()
     pool.close()
-    layout, units = two_components("layer_major")
-    pool = Pool(layout, units, MemfdPool())
-    with pytest.raises(UnsupportedError, match="page-major"):
-        pool.envelopes()
-    pool.close()
+    row = Field("x", "fp32", "dim", (Axis("dim", 4),))
+    regions = (Region("a", "g/a", (row,), 16, ("ring",)), Region("b", "g/b", (row,), 16, ("rows",)))
+    spaces = (SpaceSpec("ring", "ring", "row", 0), SpaceSpec("rows", "sequence", "row", 4))
+    ranges = (UnitRange("ring", "ring"), UnitRange("rows", "rows"))
+    unlike = Layout("test", 1, "g", (0,), regions, spaces, ranges, "page_major")
+    for layout, units in (two_components("layer_major"), (unlike, {"ring": 2, "rows": 2})):
+        pool = Pool(layout, units, MemfdPool())
+        with pytest.raises(UnsupportedError, match="page-major"):
+            pool.envelopes()
+        pool.close()
 
 
 def test_unknown_names_are_named() -> None:
@@ -251,11 +256,14 @@ def test_several_ranges_have_a_null_unit_each() -> None:
     for null in (0, 3):
         with pytest.raises(IntegrityError):
             pool.fill([null], 1, ["a/kv"])
+    # The range starts at unit 3 of both regions: the ids below it are none of the second one's.
+    assert (pool.first_unit("rows"), pool.end_unit("rows")) == (3, 8)
+    pool.fill([5], 1, ["a/index"])
+    for none in (1, 3, 8):
+        with pytest.raises(IntegrityError):
+            pool.fill([none], 1, ["a/index"])
     with pytest.raises(IntegrityError):
-        pool.fill([5], 1, ["a/index"])
-    # The range starts at unit 3 of one region and at unit 0 of the other.
-    with pytest.raises(UnsupportedError, match="different units"):
-        pool.first_unit("rows")
+        pool.block(["a/index"], [2])
     pool.close()
 
 

@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 
 from kvcore.contract import ReadJob
-from kvcore.errors import PeerLostError, TransferError, UnsupportedError
+from kvcore.errors import ConfigError, PeerLostError, TransferError, UnsupportedError
+from kvcore.moves import Program
 from kvcore.transfer.copier import CopyTask, InlineCopier, ThreadCopier
-from kvcore.transfer.manifest import plan_peer
 from kvcore.transfer.shm import ShmEndpoint, ShmTransport
 
 CHILD = Path(__file__).parent / "support" / "transfer_child.py"
@@ -71,11 +71,7 @@ class Pair:
         self.server, self.client = ShmTransport(), ShmTransport(copier)
         self.record = self.server.register({"full": self.source})
         self.client.register({"full": self.destination})
-        self.plan = plan_peer(
-            kit.manifest("receiver", "r", self.layout, units=units),
-            kit.manifest("sender", "s", self.layout, units=units),
-        )
-        ((_, self.program),) = self.plan.split("full", "pages", kit.COMPONENTS)
+        self.program = Program.build(self.layout, place, self.layout, place, kit.COMPONENTS)
 
     def job(self, src: list[int], dst: list[int], group: str = "full") -> ReadJob:
         return ReadJob(group, self.program, np.array(src, np.int64), np.array(dst, np.int64))
@@ -142,8 +138,8 @@ def test_plans_larger_than_the_arenas_and_unknown_groups_are_refused(kit: Module
     connection = pair.client.connect(pair.record)
     with pytest.raises(TransferError, match="no registered arena"):
         connection.read([pair.job([1], [2], "draft/full")])
-    plan = plan_peer(kit.manifest("receiver", "r", pair.layout, units=16), kit.manifest("sender", "s", units=99))
-    ((_, program),) = plan.split("full", "pages", kit.COMPONENTS)
+    large = pair.layout.place({"pages": 99})
+    program = Program.build(pair.layout, large, pair.layout, pair.layout.place({"pages": 16}), kit.COMPONENTS)
     with pytest.raises(TransferError, match="smaller than the plan"):
         connection.read([ReadJob("full", program, np.array([50]), np.array([2]))])
     assert (pair.destination.array() == 0xFF).all()
@@ -224,6 +220,9 @@ def test_registration(kit: ModuleType) -> None:
         def array(self) -> Any:
             return np.zeros(self.nbytes, np.uint8)
 
+        def queue(self) -> None:
+            return None
+
     real = kit.MemArena(4096)
     transport = ShmTransport()
     with pytest.raises(TransferError, match="overlap"):
@@ -257,11 +256,29 @@ def test_no_arenas_at_all(kit: ModuleType) -> None:
 
 
 def test_supports(kit: ModuleType) -> None:
+    """Any device: what cannot be mapped is staged, and an arena that can do neither is refused when registered."""
     transport = ShmTransport()
     assert transport.supports("cpu", kit.layout())
-    assert "cuda" in transport.supports("cuda:0", kit.layout()).reason
+    assert transport.supports("cuda:0", kit.layout())
     assert transport.traits.executes_programs
     transport.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"stage_bytes": "32MB?"}, "stage_bytes"),
+        ({"stage_bytes": 0}, "stage_bytes"),
+        ({"stage_readers": 0}, "stage_readers"),
+        ({"stage_readers": True}, "stage_readers"),
+        ({"stage_timeout_s": 0.0}, "stage_timeout_s"),
+        ({"stage_timeout_s": float("inf")}, "stage_timeout_s"),
+    ],
+)
+def test_options_are_refused_by_key(options: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ShmTransport(**options)
+    assert caught.value.fields["key"] == f"transfer.options.{key}"
 
 
 def test_closing_waits_for_reads_before_it_unmaps(kit: ModuleType) -> None:

@@ -145,7 +145,7 @@ def red_state(name: str, make: Callable[[], StateComponent]) -> bool:
 def test_a_state_component_passes() -> None:
     checks = run([Case("state_components", "recurrent", StateComponentSuite, {"component": Recurrent})])
     assert {check.outcome for check in checks} == {"passed"}
-    assert len(checks) == 11
+    assert len(checks) == 15
 
 
 def test_a_state_that_grows_with_length() -> None:
@@ -153,6 +153,29 @@ def test_a_state_that_grows_with_length() -> None:
         tokens = 16
 
     assert red_state("test_lives_in_state_slots", Mutant)
+
+
+def test_a_state_that_belongs_to_no_request() -> None:
+    """A slot in a constant space looks like one a request, and is handed out to nobody."""
+
+    class Mutant(Recurrent):
+        def layout(self, group: Any, *, shard: Any, arena: Any) -> Layout:
+            spaces = (SpaceSpec("state", "constant", "state_slot", 0),)
+            return msgspec.structs.replace(super().layout(group, shard=shard, arena=arena), spaces=spaces)
+
+    assert red_state("test_is_zero_when_handed_out", Mutant)
+    assert red_state("test_goes_with_its_request", Mutant)
+
+
+def test_a_state_in_units_that_are_no_slots() -> None:
+    """Rows that stand for tokens are handed out too, but nobody can ask for them as slots."""
+
+    class Mutant(Recurrent):
+        def layout(self, group: Any, *, shard: Any, arena: Any) -> Layout:
+            made = super().layout(group, shard=shard, arena=arena)
+            return msgspec.structs.replace(made, spaces=(SpaceSpec("state", "sequence", "row", 4),))
+
+    assert red_state("test_is_zero_when_handed_out", Mutant)
 
 
 def test_a_state_that_takes_the_tokens_too() -> None:

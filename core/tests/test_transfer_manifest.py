@@ -126,6 +126,20 @@ def test_what_the_sender_lacks_is_refused_by_name(kit: ModuleType, what: str) ->
     plan_peer(kit.manifest("receiver", "r"), turned)
 
 
+def test_constants_that_both_hold_must_agree(kit: ModuleType) -> None:
+    """A3: payloads that were scaled by another calibration are refused at hello, by name; ids of one side do not count."""
+    mine = {"full": {"0/k_scale/x/head=0": "aa", "0/k_scale/x/head=1": "bb"}}
+    theirs = {"full": {"0/k_scale/x/head=1": "bb", "0/k_scale/x/head=2": "cc"}}
+    receiver = kit.manifest("receiver", "r", constants=mine)
+    plan_peer(receiver, kit.manifest("sender", "s", constants=theirs))
+    theirs["full"]["0/k_scale/x/head=0"] = "ab"
+    with pytest.raises(HandshakeError) as found:
+        plan_peer(receiver, kit.manifest("sender", "s", constants=theirs))
+    facts = found.value.fields
+    assert (facts["field"], facts["constant"]) == ("constants", "0/k_scale/x/head=0")
+    assert (facts["local"], facts["remote"]) == ("aa", "ab")
+
+
 def test_minor_version_is_no_reason_to_refuse(kit: ModuleType) -> None:
     newer = msgspec.structs.replace(kit.manifest("sender", "s"), protocol=(PROTOCOL[0], PROTOCOL[1] + 5))
     plan_peer(kit.manifest("receiver", "r"), newer)

@@ -124,6 +124,9 @@ class Retractor:
         self._keys = itertools.count(1)
         self._kept: dict[str, _Copy] = {}
         self._pending: list[_Copy] = []  # oldest first
+        queues = [pool.queue for pool in store.pools.values() if pool.queue is not None]
+        if backup is not None and queues:
+            backup.prepare(queues[0])  # all pools of a store are on one device
         self._counts: Counter[str] = Counter()
         self._causes: Counter[str] = Counter()
 
@@ -131,6 +134,11 @@ class Retractor:
     def bytes_held(self) -> int:
         """Bytes in the backend."""
         return self._backup.bytes_held if self._backup else 0
+
+    @property
+    def num_kept(self) -> int:
+        """Requests whose bytes are saved, or being saved."""
+        return len(self._kept)
 
     def stats(self) -> RetractionStats:
         """Counts since the cache was built."""

@@ -16,7 +16,7 @@ log = structlog.get_logger("kvcore.backup")
 def check_backup(backup: Backup, layouts: Mapping[str, Layout]) -> None:
     """Refuse, at configuration, a backend that cannot carry a component."""
     for layout in layouts.values():
-        for component in layout.components:
+        for component in dict.fromkeys(region.component for region in layout.moving_regions):
             backup.carries(layout, component).require(
                 "retraction backend cannot carry a component",
                 backend=backup.name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ from kvcore.contract import BatchPlan
 from kvcore.errors import CapacityError, IntegrityError, StaleHandleError
 from kvcore.layout import Int64Array
 from kvcore.stepplan import RangePlan, StepPlan
+from kvcore.uploads import StreamUploads, Uploads
 
 
 class BatchBuilder:
@@ -32,6 +32,7 @@ class BatchBuilder:
         max_units: most logical units of a request.
         null_unit: first unit of the range; unused table entries name it.
         device: where the tensors of the plan live.
+        uploads: how tables reach the device; by default in stream order, and not at all on the CPU.
         whole_rows: units hold whole runs of ``page_size`` tokens only: tokens after the last run have no slot.
     """
 
@@ -44,6 +45,7 @@ class BatchBuilder:
         null_unit: int = 0,
         device: str = "cpu",
         whole_rows: bool = False,
+        uploads: Uploads | None = None,
     ) -> None:
         self._whole_rows = whole_rows
         self._limits = {"rows": max_rows, "tokens": max_tokens, "units": max_units}
@@ -58,7 +60,13 @@ class BatchBuilder:
                 # Not filled: what no request reaches is never committed, and plans show used columns only.
                 "page_table": torch.empty((max_rows, max_units), dtype=torch.int64),
             }
-            self._device = self._host if device == "cpu" else {k: v.to(device) for k, v in self._host.items()}
+            self._uploads = StreamUploads(device) if uploads is None and device != "cpu" else uploads
+            self._device = self._host
+            if self._uploads is not None:
+                self._device = {name: table.to(device, copy=True) for name, table in self._host.items()}
+                self._host = {name: self._uploads.pin(table) for name, table in self._host.items()}
+                # Used columns of the page table, side by side: only what is contiguous is copied without waiting.
+                self._columns = self._uploads.pin(torch.empty(max_rows * max_units, dtype=torch.int64))
         self._used = (0, 0, 0)
         self._plan: BatchPlan | None = None
 
@@ -86,12 +94,16 @@ class BatchBuilder:
                     got=int(widths[short[0]]),
                 )
         self._plan = None
+        if self._uploads is not None:
+            self._uploads.wait()
         indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         row_of = np.repeat(np.arange(rows), counts)
         positions = np.arange(tokens) - (indptr[:-1] - starts)[row_of]
         slots = self._slots(part, row_of, positions, lengths[row_of], page_size)
         self._write(lengths, indptr, positions, slots)
         self._write_table(part, widths, rows, width)
+        if self._uploads is not None:
+            self._uploads.sent()
         self._used = (rows, tokens, width)
         self._plan = BatchPlan(
             step=plan.step,
@@ -125,6 +137,8 @@ class BatchBuilder:
         """
         if self._plan is None:
             raise StaleHandleError("no batch was built")
+        if self._uploads is not None:
+            self._uploads.wait()
         ptr = self._plan.host_query_indptr
         for row in rows:
             for buffers in (self._host, self._device):
@@ -161,7 +175,9 @@ class BatchBuilder:
             host = self._array(name)
             host[: len(values)] = values
             host[len(values) : end] = neutral
-            self._publish(name, slice(0, max(len(values), end)))
+            stop = max(len(values), end)
+            if self._uploads is not None:
+                self._uploads.send(self._device[name][:stop], self._host[name][:stop])
 
     def _write_table(self, part: RangePlan, widths: Int64Array, rows: int, width: int) -> None:
         all_rows, all_columns = max(rows, self._used[0]), max(width, self._used[2])
@@ -169,15 +185,14 @@ class BatchBuilder:
         table[:all_rows, :all_columns] = self._null
         row_of = np.repeat(np.arange(rows), widths)
         table[row_of, np.arange(len(part.units)) - part.indptr[row_of]] = part.units
-        self._publish("page_table", (slice(0, all_rows), slice(0, all_columns)))
+        if self._uploads is not None:
+            packed = self._columns[: all_rows * all_columns].view(all_rows, all_columns)
+            packed.copy_(self._host["page_table"][:all_rows, :all_columns])
+            self._uploads.send(self._device["page_table"][:all_rows, :all_columns], packed)
 
     def _array(self, name: str) -> npt.NDArray[np.int64]:
         array: npt.NDArray[np.int64] = self._host[name].numpy()
         return array
-
-    def _publish(self, name: str, where: Any) -> None:
-        if self._device is not self._host:
-            self._device[name][where].copy_(self._host[name][where])
 
     def _views(self, rows: int, tokens: int, width: int) -> dict[str, torch.Tensor]:
         buffers = self._device

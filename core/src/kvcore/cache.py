@@ -14,10 +14,10 @@ transport) by step plans. An engine's loop is::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -25,15 +25,15 @@ import numpy as np
 from kvcore.backup import RetractionHandle, RetractionStats, Retractor
 from kvcore.backup_fit import check_backup, check_backup_size
 from kvcore.config import Config
-from kvcore.contract import DONE, AttendParams, Backup, BatchPlan, Fence, Format, Transport
+from kvcore.contract import DONE, AttendParams, Backup, BatchPlan, Fence, Format, PoolView, Transport
 from kvcore.dispatch import KernelChoice
-from kvcore.errors import RequestError, UnsupportedError
+from kvcore.errors import CapacityError, ConfigError, RequestError, UnsupportedError
 from kvcore.layout import Int64Array, Layout
 from kvcore.manager import Manager, ManagerStats, RangeBudget, Request
 from kvcore.peers import ReceiveSide, SendSide
 from kvcore.plugins import Registry
 from kvcore.sizing import CapacityPlan, plan_capacity
-from kvcore.spec import LayerGroup, ModelSpec, Shard
+from kvcore.spec import LayerGroup, ModelSpec, Ranks, Shard
 from kvcore.stepplan import StepPlan, StepRow
 from kvcore.store import Store
 from kvcore.transfer.manifest import Manifest, new_instance
@@ -49,15 +49,22 @@ class Step:
     if it had never begun.
     """
 
-    def __init__(self, manager: Manager, store: Store, plan: StepPlan) -> None:
+    def __init__(
+        self, manager: Manager, store: Store, plan: StepPlan, on_abandon: Callable[[Collection[str]], None]
+    ) -> None:
         self.plan = plan
+        self._on_abandon = on_abandon
         self._manager = manager
         self._store = store
         self._open = True
 
-    def batch(self, group: str) -> BatchPlan:
-        """The batch of one layer group, as its kernels see it."""
-        return self._store.plan(group)
+    def batch(self, group: str, range_name: str | None = None) -> BatchPlan:
+        """The batch of one layer group, as its kernels see it; of its first unit range, or another one."""
+        return self._store.plan(group, range_name)
+
+    def state_slots(self, group: str, range_name: str | None = None) -> torch.Tensor:
+        """Where the state of each row lies: ``int64 [R]``, −1 for none. See :meth:`kvcore.store.Store.state_slots`."""
+        return self._store.state_slots(group, range_name)
 
     def store(
         self,
@@ -85,13 +92,18 @@ class Step:
         Returns the rows whose request was released meanwhile: nothing of them is kept.
         """
         self._check()
+        self._store.mark()
         stale = self._manager.commit(self.plan, accepted)
         self._open = False
         return stale
 
     def abandon(self) -> None:
-        """Undo the step: lengths are as before, units it reserved stay with their requests."""
+        """Undo the step: lengths are as before, units it reserved stay with their requests.
+
+        A transfer that was offered layers of it is aborted.
+        """
         self._check()
+        self._on_abandon([row.request for row in self.plan.rows])
         self._manager.abandon(self.plan)
         self._open = False
 
@@ -130,6 +142,7 @@ class KVCache:
 
     Attributes:
         model, config: what it was built for.
+        shard, ranks: which part of the model this process holds, and its place among its engine's ranks.
         layouts: by layer group.
         capacity: what fits, and the units of every range.
         manager: request life cycle.
@@ -148,6 +161,7 @@ class KVCache:
         retractor: Retractor,
         registry: Registry,
         shard: Shard,
+        ranks: Ranks,
     ) -> None:
         self.model = model
         self.config = config
@@ -156,6 +170,7 @@ class KVCache:
         self.manager = manager
         self.store = store
         self.shard = shard
+        self.ranks = ranks
         self._retractor = retractor
         self._registry = registry
         self._sides: list[SendSide | ReceiveSide] = []
@@ -163,15 +178,30 @@ class KVCache:
         self.poison_freed = False
 
     @classmethod
-    def create(cls, model: ModelSpec, config: Config, registry: Registry, *, shard: Shard | None = None) -> KVCache:
+    def create(
+        cls,
+        model: ModelSpec,
+        config: Config,
+        registry: Registry,
+        *,
+        shard: Shard | None = None,
+        ranks: Ranks | None = None,
+    ) -> KVCache:
         """Resolve everything, refuse what cannot work, then allocate.
+
+        Args:
+            model: the whole model, the same on every rank.
+            config, registry: what to build, and from what.
+            shard: the heads and layers of this rank; None means all.
+            ranks: the place of this process among the ranks of its engine; None means that it is the only one.
 
         Raises ConfigError, LayoutError, PluginError or UnsupportedError before memory is touched, and CapacityError
         where ``config.cache.memory`` holds no unit.
         """
         shard = shard or Shard()
         kv_format = registry.format(config.cache.format, **config.cache.format_options)
-        layouts = {group.prefix: _layout(group, kv_format, config, registry, shard) for group in model.groups}
+        here = _on_rank(model, shard)
+        layouts = {group.prefix: _layout(group, kv_format, config, registry, shard) for group in here.groups}
         spaces = registry.index_spaces()
         for layout in layouts.values():
             for spec in layout.spaces:
@@ -197,9 +227,9 @@ class KVCache:
         if backup is not None:
             check_backup_size(backup, layouts, spaces, manager.max_request_tokens)
         store = Store(
-            model,
+            here,
             layouts,
-            dict.fromkeys(layouts, kv_format),
+            {group.prefix: kv_format for group in here.groups if group.kind == "attention"},
             units,
             registry.pool_builders(),
             registry.kernels(),
@@ -209,12 +239,40 @@ class KVCache:
             shard=shard,
         )
         try:
-            states = frozenset(group.prefix for group in model.groups if group.kind == "state")
+            states = frozenset(group.prefix for group in here.groups if group.kind == "state")
             retractor = Retractor(manager, store, backup, layouts, states)
-            return cls(model, config, layouts, capacity, manager, store, retractor, registry, shard)
+            return cls(model, config, layouts, capacity, manager, store, retractor, registry, shard, ranks or Ranks())
         except BaseException:
             store.close()
             raise
+
+    # --- what belongs to the model ---
+
+    def set_constants(self, group: str, values: Mapping[tuple[str, str], torch.Tensor]) -> None:
+        """Set constants of a layer group, such as calibrated scales, before the first request.
+
+        Args:
+            group: prefix of the layer group.
+            values: ``(region, field)`` → ``[L, *axes]`` in the field's storage dtype: L the group's layers on this rank in
+                the order of its layout, axes as the field declares them. Fields that are not named stay as they are.
+
+        Raises RequestError while stored bytes could depend on the old values: requests live or retracted, or a peer that
+        was told of them. LayoutError for values that do not match the layout; nothing is changed then.
+        """
+        if self.manager.requests or self._retractor.num_kept or self._sides:
+            raise RequestError(
+                "constants are in use",
+                group=group,
+                requests=len(self.manager.requests),
+                retracted=self._retractor.num_kept,
+                peers=len(self._sides),
+                remedy="set them before the first request and before serve or connect",
+            )
+        self.store.set_constants(group, values)
+
+    def state(self, group: str) -> PoolView:
+        """Views of the state slots of a group: what :meth:`Step.state_slots` indexes."""
+        return self.store.state(group)
 
     # --- requests ---
 
@@ -231,15 +289,24 @@ class KVCache:
     def can_admit(self, num_tokens: int, *, headroom_tokens: int = 0) -> bool:
         """Whether ``admit`` would succeed now, counted in whole units, with room for further tokens left."""
         self._retractor.poll()
-        return self.manager.can_admit(num_tokens, headroom_tokens=headroom_tokens)
+        return self._over_budget() is None and self.manager.can_admit(num_tokens, headroom_tokens=headroom_tokens)
 
     def admit(self, request_id: str, num_tokens: int) -> Request:
         """Start a request of ``num_tokens`` prompt tokens and allocate their units.
 
-        Raises EmptyPromptError, PromptTooLongError, DuplicateRequestError, or CapacityError (try later); nothing is
-        changed by a refusal.
+        Raises EmptyPromptError, PromptTooLongError, DuplicateRequestError, or CapacityError (try later: also while
+        finished prompts that decode processes have not taken over hold more than ``transfer.held_fraction`` of the
+        memory); nothing is changed by a refusal.
         """
         self._retractor.poll()
+        held = self._over_budget()
+        if held is not None:
+            raise CapacityError(
+                "finished prompts wait for decode processes and hold their share of the memory",
+                request=request_id,
+                remedy="try again when some were taken over or their leases have ended; transfer.held_fraction sets it",
+                **held,
+            )
         return self.manager.admit(request_id, num_tokens)
 
     def fork(self, request_id: str, new_id: str, prefix_tokens: int) -> Request:
@@ -271,14 +338,18 @@ class KVCache:
 
         Missing units are allocated for all rows or for none: CapacityError leaves everything as it was, and is the
         moment to retract. Where a retracted request's units are still being copied out, that is waited for first.
+        A request whose whole prompt is offered is refused (RequestError) until it was taken over: a receiver reads its
+        last page and its state. To go on here too, step a fork of it.
         """
+        for side in self._sides:
+            side.refuse_steps(request_id for request_id, _ in rows)
         plan = self._retractor.with_room(lambda: self.manager.plan_step(rows))
         try:
             self.store.begin(plan)
         except BaseException:
             self.manager.abandon(plan, ran=False)
             raise
-        return Step(self.manager, self.store, plan)
+        return Step(self.manager, self.store, plan, self._abandoned)
 
     # --- retraction ---
 
@@ -305,18 +376,33 @@ class KVCache:
         self._sides.append(side)
         return side
 
-    def connect(self, address: str) -> ReceiveSide:
-        """Pull requests from the cache served at ``address``. Raises HandshakeError for what cannot be converted."""
+    def connect(self, addresses: str | Sequence[str]) -> ReceiveSide:
+        """Pull requests from the caches served at ``addresses``: one for every rank of one prefill engine, in any order.
+
+        Heads and layers are matched by their ids, whatever the two engines' degrees and stages are. Raises
+        HandshakeError for what cannot be converted, and for what no rank of the sender holds.
+        """
         manifest, config = self._manifest("receiver"), self.config.transfer
-        side = ReceiveSide.open(address, manifest, config, self._transport(), self.manager, self.store)
+        side = ReceiveSide.open(addresses, manifest, config, self._transport(), self.manager, self.store)
         self._sides.append(side)
         return side
+
+    def _abandoned(self, request_ids: Collection[str]) -> None:
+        for side in self._sides:
+            if isinstance(side, SendSide):
+                side.abandoned(request_ids)
+
+    def _over_budget(self) -> dict[str, Any] | None:
+        fraction = self.config.transfer.held_fraction
+        found = (side.over_budget(fraction) for side in self._sides if isinstance(side, SendSide))
+        return next((facts for facts in found if facts is not None), None)
 
     def _let_go(self, request_id: str) -> None:
         for side in self._sides:
             side.let_go(request_id)
 
     def _manifest(self, role: Literal["sender", "receiver"]) -> Manifest:
+        self.store.require_constants()
         return Manifest(
             instance=new_instance(),
             role=role,
@@ -325,6 +411,9 @@ class KVCache:
             units=self.capacity.units,
             transport=self.config.transfer.transport,
             shard=self.shard,
+            ranks=self.ranks,
+            constants={group: self.store.constants(group) for group in self.layouts},
+            checksum=self.config.transfer.checksum,
         )
 
     def _transport(self) -> Transport:
@@ -348,7 +437,8 @@ class KVCache:
         yield
         for (group, name), units in before.items():
             freed = np.intersect1d(units, self.manager.free_units(group, name))
-            self.store.pools[group].fill(freed, 0xFF)
+            pool = self.store.pools[group]
+            pool.fill(freed, 0xFF, pool.components_of(name))
 
     def explain(self) -> dict[str, tuple[KernelChoice, ...]]:
         """By layer group: the kernel of each op, and why each other one was refused."""
@@ -387,6 +477,16 @@ class KVCache:
         self.close()
 
 
+def _on_rank(model: ModelSpec, shard: Shard) -> ModelSpec:
+    """The model without the layer groups of which this pipeline stage holds no layer."""
+    if not shard.layers:
+        return model
+    held = tuple(group for group in model.groups if set(group.layers) & set(shard.layers))
+    if not held:
+        raise ConfigError("no layer of the model is on this rank", model=model.name, layers=shard.layers)
+    return msgspec.structs.replace(model, groups=held)
+
+
 def _layout(group: LayerGroup, kv_format: Format, config: Config, registry: Registry, shard: Shard) -> Layout:
     if group.kind == "state":
         holders = [item for item in registry.state_components() if item.applies(group)]
@@ -411,11 +511,11 @@ def _budgets(layouts: Mapping[str, Layout], units: Mapping[str, Mapping[str, int
         for unit_range in layout.ranges:
             holders = [region for region in layout.regions if unit_range.name in region.ranges]
             components = tuple(dict.fromkeys(region.component for region in holders))
-            spans = {span for region in holders for span in placement.ranges[region.name] if span[0] == unit_range.name}
-            if len(spans) != 1:
-                raise UnsupportedError(
-                    "a unit range must start at the same unit in every region", group=name, range=unit_range.name
-                )
-            _, first, count = spans.pop()
+            ((first, count),) = {
+                (first, count)
+                for region in holders
+                for part, first, count in placement.ranges[region.name]
+                if part == unit_range.name
+            }
             budgets.append(RangeBudget(name, unit_range.name, layout.space(unit_range.space), count, first, components))
     return budgets

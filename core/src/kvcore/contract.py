@@ -160,7 +160,8 @@ class Format(ABC):
 
         Returns:
             ``(region, field)`` → elements ``[T, *other axes]`` in the field's storage dtype, axes in the field's
-            declaration order without ``slot``, padding left out. Every data field of the layout is present.
+            declaration order without ``slot``, padding left out. Every data field of the layout is present but those
+            of constant regions.
         """
 
     @abstractmethod
@@ -168,6 +169,28 @@ class Format(ABC):
         self, layout: Layout, elements: Mapping[tuple[str, str], torch.Tensor], dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         """Inverse of :meth:`encode`: rows ``[T, H, D]`` by tensor name, in ``dtype``."""
+
+    def constants(self, layout: Layout) -> Mapping[tuple[str, str], torch.Tensor]:
+        """Initial values of constant fields (index space ``constant``), such as a scale per tensor.
+
+        Returns:
+            ``(region, field)`` → elements ``[L, *axes]`` in the field's storage dtype, axes in declaration order; L
+            are the layers of ``layout`` in order. A constant field that is left out has to be set by the engine
+            (:meth:`kvcore.cache.KVCache.set_constants`) before the first request.
+        """
+        return {}
+
+    def with_constants(self, layout: Layout, constants: Mapping[tuple[str, str], torch.Tensor]) -> Format:
+        """Return this format as it encodes and decodes rows of one layer, given the constants of that layer.
+
+        Called for layouts with constant fields only; ``encode`` and ``decode`` of what is returned must use these values
+        and no other. Without it they use what :meth:`constants` declares.
+
+        Args:
+            layout: as returned by :meth:`layout`.
+            constants: ``(region, field)`` → elements ``[*axes]``, every constant field of the layout.
+        """
+        return self
 
 
 # --- index spaces ----------------------------------------------------------------------------------------------------
@@ -232,6 +255,59 @@ class IndexSpace(ABC):
 # --- pools -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Bytes that lie side by side in every unit: unit ``u`` has them at ``base + u * unit_stride``."""
+
+    base: int
+    unit_stride: int
+    nbytes: int
+    num_units: int
+
+
+class CopyQueue(ABC):
+    """Copies between an arena that the CPU cannot address and host memory.
+
+    Whatever is issued starts after the work of the last :meth:`mark` of every thread, ends some time later, and may be
+    waited for by the fence it returns. Host memory given to a copy is left alone until then, by both sides. Safe to call
+    from any thread; :meth:`mark` speaks of the thread that calls it.
+
+    Units are copied one after the other: unit ``i`` of ``n`` has its pieces at ``i * sum(nbytes of the pieces)``, in the
+    order of the pieces. Ids are int64 ``[n]``, checked by the caller.
+    """
+
+    @abstractmethod
+    def mark(self) -> Fence:
+        """Note what this thread has given the device to do so far: copies issued from now on come after it.
+
+        Returns its fence.
+        """
+
+    @abstractmethod
+    def gather(self, pieces: Sequence[Piece], units: Int64Array, dst: npt.NDArray[np.uint8]) -> Fence:
+        """Copy units of the arena into ``dst [n * bytes of a unit]``."""
+
+    @abstractmethod
+    def scatter(self, pieces: Sequence[Piece], units: Int64Array, src: npt.NDArray[np.uint8]) -> Fence:
+        """Copy ``src [n * bytes of a unit]`` into units of the arena."""
+
+    @abstractmethod
+    def apply(self, program: Program, src: npt.NDArray[np.uint8], dst_units: Int64Array) -> Fence:
+        """Run a program on the device: unit ``i`` of ``src`` goes to ``dst_units[i]`` of the arena.
+
+        ``src`` is the program's source arena as far as it is needed (units ``0 … n - 1``); strides of its moves are not
+        negative. No byte of the arena changes that the program does not write.
+        """
+
+    def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
+        """Make host memory fast for this device's copies, until what is returned is called. By default it is already."""
+        return _nothing
+
+
+def _nothing() -> None:
+    return None
+
+
 class Arena(ABC):
     """One piece of device memory, owned until :meth:`close`.
 
@@ -255,9 +331,13 @@ class Arena(ABC):
     def array(self) -> npt.NDArray[np.uint8]:
         """The same for numpy; raises UnsupportedError for memory the CPU cannot address."""
 
+    def queue(self) -> CopyQueue | None:
+        """What copies between this arena and host memory. None, the default, where :meth:`array` gives the bytes."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Give the memory back, once copies under way have ended. Idempotent."""
 
 
 class PoolBuilder(ABC):
@@ -291,7 +371,10 @@ class PoolView(ABC):
 
     @abstractmethod
     def field(self, layer: int, region: str, field: str) -> torch.Tensor:
-        """Strided view ``[units, *physical shape]`` in the storage dtype (1-byte dtypes as ``uint8``)."""
+        """Strided view ``[units, *physical shape]`` in the storage dtype (1-byte dtypes as ``uint8``).
+
+        Index it with ids of the region's own unit ranges only: below its first one other bytes of the arena may show.
+        """
 
     @abstractmethod
     def units(self, layer: int, region: str) -> torch.Tensor:
@@ -299,7 +382,14 @@ class PoolView(ABC):
 
     @abstractmethod
     def envelopes(self) -> torch.Tensor:
-        """Page-major arenas only: ``uint8 [units, envelope_bytes]``."""
+        """Page-major arenas whose regions all have the same unit ranges only: ``uint8 [units, envelope_bytes]``."""
+
+    @abstractmethod
+    def unit_views(self, range_name: str) -> tuple[torch.Tensor, ...]:
+        """The fewest views ``uint8 [units, bytes]`` that hold every byte of the units of a range.
+
+        Unit ids below the range's first may show other bytes of the arena: index them with ids of the range only.
+        """
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -503,6 +593,12 @@ class Backup(ABC):
     @abstractmethod
     def carries(self, layout: Layout, component: str) -> Support:
         """Whether it can carry a component; asked at configuration."""
+
+    def prepare(self, queue: CopyQueue) -> None:
+        """Called once, before the first save, where units will come from a device: to pin host memory for its copies.
+
+        Not needed for right bytes, so by default nothing is done.
+        """
 
     @abstractmethod
     def save(self, key: str, blocks: Sequence[UnitBlock]) -> Fence:

@@ -176,7 +176,7 @@ class PerRequestSpace(IndexSpace):
 class ConstantSpace(IndexSpace):
     """One unit a layer that belongs to the model: never allocated, never moved with a request.
 
-    It is unit ``first + 1`` of its range, behind the null unit, and is filled when the cache is built.
+    It is unit ``first + 1`` of its range, behind the null unit, and is filled before the first request.
     """
 
     kind: ClassVar[str] = "constant"
@@ -203,6 +203,10 @@ class ConstantSpace(IndexSpace):
     def reserved_units(self, spec: SpaceSpec) -> int:
         """The null unit and the constant one."""
         return 2
+
+    def can_rewind(self, spec: SpaceSpec, length: int, to: int) -> bool:
+        """Always: no length has anything to do with it."""
+        return True
 
 
 def last_unit_tokens(page_size: int, length: int) -> int:

@@ -8,7 +8,7 @@ arena holds them. Sizes, addresses, slices, conversions and the fingerprint are 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Literal
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvcore.errors import LayoutError, nearest
 from kvcore.fields import Axis, BlockOf, Field, Int64Array, Term, int64, integers, items, padding, power_of_two, words
 from kvcore.fields import index as _index
+from kvcore.regions import Region, SpaceSpec, UnitKind, UnitRange, region
 
 __all__ = [
     "ArenaOrder",
@@ -31,141 +32,27 @@ __all__ = [
     "Region",
     "SpaceSpec",
     "Term",
+    "UnitKind",
     "UnitRange",
     "padding",
     "region",
 ]
 
 ArenaOrder = Literal["layer_major", "page_major"]
-UnitKind = Literal["page", "row", "state_slot"]
-
 MAX_ARENA_BYTES = 2**63 - 1
 """Offsets are int64."""
-
-
-class SpaceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How tokens of a request map to units of one index space.
-
-    Attributes:
-        name: unique inside the layer group.
-        kind: name of a registered :class:`kvcore.contract.IndexSpace` (``sequence``, …).
-        unit: what one index addresses: ``page``, ``row`` or ``state_slot``.
-        tokens_per_unit: tokens one unit stands for (the page size of a page); 0 where units do not grow with length.
-        options: further integers of the kind, such as ``(("window", 512),)``.
-    """
-
-    name: str
-    kind: str
-    unit: UnitKind
-    tokens_per_unit: int
-    options: tuple[tuple[str, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        integers(self, "tokens_per_unit")
-        words(self, unit=UnitKind)
-        try:
-            options = tuple(sorted((str(name), _index(value, name)) for name, value in self.options))
-        except (TypeError, ValueError) as error:
-            if isinstance(error, LayoutError):
-                raise
-            raise LayoutError("options are not a list of (name, value)", space=self.name) from error
-        if len({name for name, _ in options}) != len(options):
-            raise LayoutError("option set twice", space=self.name, options=options)
-        msgspec.structs.force_setattr(self, "options", options)
-        if self.tokens_per_unit < 0 or (self.unit == "page" and self.tokens_per_unit < 1):
-            raise LayoutError("page size must be at least 1", space=self.name, page_size=self.tokens_per_unit)
-
-    def option(self, name: str, default: int = 0) -> int:
-        """Value of an option, ``default`` where it is not set."""
-        return dict(self.options).get(name, default)
-
-
-class UnitRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A named range of a region's units that has its own index space and its own null unit (its first)."""
-
-    name: str
-    space: str
-
-
-class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
-    """One array of units per layer.
-
-    Attributes:
-        name: unique inside the layout.
-        component: the component it moves with, e.g. ``full/kv``.
-        fields: the bytes of one unit; they cover it without holes or overlaps.
-        unit_bytes: bytes of one unit.
-        ranges: names of the unit ranges the array is made of, in order.
-    """
-
-    name: str
-    component: str
-    fields: tuple[Field, ...]
-    unit_bytes: int
-    ranges: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        integers(self, "unit_bytes")
-        items(self, "fields", Field)
-        items(self, "ranges", str)
-        names = [field.name for field in self.fields]
-        if len(set(names)) != len(names):
-            raise LayoutError("field declared twice", region=self.name, fields=names)
-        if not self.ranges or len(set(self.ranges)) != len(self.ranges):
-            raise LayoutError("a region needs distinct unit ranges", region=self.name, ranges=self.ranges)
-        if not self.data_fields:
-            raise LayoutError("a region needs a field that carries data", region=self.name, fields=names)
-        end = 0
-        for field in sorted(self.fields, key=lambda f: f.offset):
-            if field.offset != end:
-                what = "fields overlap" if field.offset < end else "bytes belong to no field"
-                raise LayoutError(what, region=self.name, field=field.name, expected=end, got=field.offset)
-            end = field.offset + field.nbytes
-        if end != self.unit_bytes:
-            raise LayoutError("fields do not cover the unit", region=self.name, expected=self.unit_bytes, got=end)
-
-    @property
-    def data_fields(self) -> tuple[Field, ...]:
-        """The fields that carry data."""
-        return tuple(field for field in self.fields if field.kind == "data")
-
-    @property
-    def logical_bytes(self) -> int:
-        """Bytes of a unit that carry data."""
-        return sum(field.logical_bytes for field in self.fields)
-
-    @property
-    def alignment_bytes(self) -> int:
-        """Bytes of a unit that are only there for alignment."""
-        return sum(field.nbytes for field in self.fields if field.kind == "alignment")
-
-    def field(self, name: str) -> Field:
-        """Return the field called ``name``."""
-        for field in self.fields:
-            if field.name == name:
-                return field
-        raise LayoutError(
-            "no such field", region=self.name, field=name, remedy=nearest(name, (f.name for f in self.fields))
-        )
-
-
-def region(
-    name: str, component: str, fields: Iterable[Field], *, ranges: tuple[str, ...], alignment: int = 16
-) -> Region:
-    """Build a region whose unit is padded, by a declared field, to a multiple of ``alignment`` bytes."""
-    power_of_two(alignment, region=name)
-    fields = tuple(fields)
-    end = max((field.offset + field.nbytes for field in fields), default=0)
-    rest = -end % alignment
-    if rest:
-        fields += (padding("_alignment", rest, end, alignment_only=True),)
-    return Region(name, component, fields, end + rest, ranges)
 
 
 class Buffer(msgspec.Struct, frozen=True):
     """One layer's array of one region: never assumed dense.
 
-    ``base`` is in bytes from the start of the arena; unit ``u`` starts at ``base + u * unit_stride``.
+    Attributes:
+        component, layer, region: whose bytes they are.
+        base: bytes from the start of the arena; unit ``u`` starts at ``base + u * unit_stride``.
+        unit_stride, unit_bytes: from unit to unit, and of one.
+        num_units: exclusive end of its unit ids.
+        first_unit: its first unit. Lower ids are of unit ranges that the region does not have: where they would lie are
+            other bytes of the arena.
     """
 
     component: str
@@ -175,6 +62,7 @@ class Buffer(msgspec.Struct, frozen=True):
     unit_stride: int
     unit_bytes: int
     num_units: int
+    first_unit: int = 0
 
     def offsets(self, units: npt.ArrayLike) -> Int64Array:
         """Byte offsets of units from the start of the arena; int64 whatever integers ``units`` are.
@@ -183,9 +71,15 @@ class Buffer(msgspec.Struct, frozen=True):
             LayoutError: a unit the buffer does not have (−1 included).
         """
         ids = int64(units, "units")
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_units:
-            bad = int(ids[(ids < 0) | (ids >= self.num_units)].flat[0])
-            raise LayoutError("unit outside its buffer", region=self.region, unit=bad, num_units=self.num_units)
+        if ids.size and not self.first_unit <= int(ids.min()) <= int(ids.max()) < self.num_units:
+            bad = int(ids[(ids < self.first_unit) | (ids >= self.num_units)].flat[0])
+            raise LayoutError(
+                "unit outside its buffer",
+                region=self.region,
+                unit=bad,
+                first_unit=self.first_unit,
+                num_units=self.num_units,
+            )
         return self.base + ids * self.unit_stride
 
 
@@ -194,7 +88,8 @@ class Placement(msgspec.Struct, frozen=True):
 
     Attributes:
         buffers: one entry a layer and region, layers outermost.
-        ranges: per region, ``(range name, first unit, number of units)`` in order.
+        ranges: per region, ``(range name, first unit, number of units)`` in order. A range starts at the same unit in
+            every region that has it.
         arena_bytes: size of the arena.
     """
 
@@ -260,6 +155,21 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
         """Regions that move with ``component``."""
         return tuple(item for item in self.regions if item.component == component)
 
+    @property
+    def constant_regions(self) -> tuple[Region, ...]:
+        """Regions that belong to the model: filled before the first request, and never moved."""
+        return tuple(item for item in self.regions if self.space_of_range(item.ranges[0]).constant)
+
+    @property
+    def token_range(self) -> str:
+        """The range whose batch the ops of a group are given: the first that is not constant."""
+        return next((item.name for item in self.ranges if not self.space(item.space).constant), self.ranges[0].name)
+
+    @property
+    def moving_regions(self) -> tuple[Region, ...]:
+        """Regions whose units belong to requests."""
+        return tuple(item for item in self.regions if not self.space_of_range(item.ranges[0]).constant)
+
     def space(self, name: str) -> SpaceSpec:
         """Return the index space called ``name``."""
         for item in self.spaces:
@@ -278,8 +188,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
 
     @property
     def envelope_bytes(self) -> int:
-        """Bytes of one unit over all layers and regions (the unit stride of a page-major arena)."""
-        return sum(item.unit_bytes for item in self.regions) * len(self.layers)
+        """Bytes of one unit over all layers and regions, those of the model left out: the unit stride of a page-major
+        arena where these regions have the same unit ranges."""
+        return sum(item.unit_bytes for item in self.moving_regions) * len(self.layers)
 
     def bytes_per_token(self) -> dict[str, Fraction]:
         """Bytes one more token costs, by component, over all layers, alignment padding left out.
@@ -309,20 +220,43 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
                 offsets cannot address.
         """
         counts = _unit_counts(self, units)
-        ranges = {item.name: _spans(item, counts) for item in self.regions}
-        buffers, base = [], 0
-        stride = self.envelope_bytes
+        firsts = _first_units(self, counts)
+        ranges = {item.name: tuple((name, firsts[name], counts[name]) for name in item.ranges) for item in self.regions}
+        bases: dict[tuple[int, str], tuple[int, int]] = {}
+        end = 0
+        for members in self._arrays():
+            stride = sum(item.unit_bytes for _, item in members)
+            spans = ranges[members[0][1].name]
+            first, stop = spans[0][1], spans[-1][1] + spans[-1][2]
+            # Ids below `first` cost nothing, but views start at unit 0: it has to lie inside the arena.
+            start = max(end, first * stride)
+            base, end = start - first * stride, start + (stop - first) * stride
+            for layer, item in members:
+                bases[layer, item.name] = base, stride
+                base += item.unit_bytes
+        if end > MAX_ARENA_BYTES:
+            raise LayoutError("arena too large for 64-bit offsets", group=self.group, arena_bytes=end)
+        buffers = []
         for layer in self.layers:
             for item in self.regions:
-                count = sum(n for _, _, n in ranges[item.name])
-                step = stride if self.arena == "page_major" else item.unit_bytes
-                buffers.append(Buffer(item.component, layer, item.name, base, step, item.unit_bytes, count))
-                base += item.unit_bytes if self.arena == "page_major" else item.unit_bytes * count
-        if self.arena == "page_major":
-            base = stride * sum(n for _, _, n in ranges[self.regions[0].name])
-        if base > MAX_ARENA_BYTES:
-            raise LayoutError("arena too large for 64-bit offsets", group=self.group, arena_bytes=base)
-        return Placement(tuple(buffers), ranges, base)
+                base, stride = bases[layer, item.name]
+                (_, first, _), (_, last, count) = ranges[item.name][0], ranges[item.name][-1]
+                buffers.append(
+                    Buffer(item.component, layer, item.name, base, stride, item.unit_bytes, last + count, first)
+                )
+        return Placement(tuple(buffers), ranges, end)
+
+    def _arrays(self) -> list[list[tuple[int, Region]]]:
+        """What lies side by side in each array of units of the arena, arrays in order.
+
+        Page-major: every layer of all regions with the same unit ranges. Layer-major: one layer of one region.
+        """
+        if self.arena == "layer_major":
+            return [[(layer, item)] for layer in self.layers for item in self.regions]
+        alike: dict[tuple[str, ...], list[Region]] = {}
+        for item in self.regions:
+            alike.setdefault(item.ranges, []).append(item)
+        return [[(layer, item) for layer in self.layers for item in members] for members in alike.values()]
 
     # --- identity ---
 
@@ -362,12 +296,25 @@ def _unit_counts(layout: Layout, units: Mapping[str, int]) -> dict[str, int]:
     return counts
 
 
-def _spans(item: Region, counts: Mapping[str, int]) -> tuple[tuple[str, int, int], ...]:
-    first, spans = 0, []
-    for name in item.ranges:
-        spans.append((name, first, counts[name]))
-        first += counts[name]
-    return tuple(spans)
+def _first_units(layout: Layout, counts: Mapping[str, int]) -> dict[str, int]:
+    """First unit id of every range: past all ranges that precede it in any region, so the same in all of them."""
+    firsts = dict.fromkeys(counts, 0)
+    for _ in range(len(counts) + 1):
+        moved = False
+        for item in layout.regions:
+            end = 0
+            for name in item.ranges:
+                moved |= firsts[name] < end
+                firsts[name] = max(firsts[name], end)
+                end = firsts[name] + counts[name]
+        if not moved:
+            return firsts
+    raise LayoutError(
+        "regions have their unit ranges in different orders",
+        group=layout.group,
+        got={item.name: item.ranges for item in layout.regions},
+        remedy="name the ranges in one order in every region",
+    )
 
 
 def _check_layout(layout: Layout) -> None:
@@ -393,19 +340,14 @@ def _check_layout(layout: Layout) -> None:
                 remedy="declare padding, or build the region with kvcore.layout.region()",
             )
         _check_region(layout, item)
-    first = layout.regions[0].ranges
+        constant = [name for name in item.ranges if layout.space_of_range(name).constant]
+        if constant and len(item.ranges) > 1:
+            raise LayoutError("constants need a region of their own", region=item.name, got=item.ranges)
     for item in layout.regions:
         peers = [other.ranges for other in layout.regions_of(item.component)]
         if any(ranges != item.ranges for ranges in peers):
             raise LayoutError("regions of one component must share unit ranges", component=item.component, got=peers)
-        if layout.arena == "page_major" and item.ranges != first:
-            raise LayoutError(
-                "page-major arenas need the same unit ranges in every region",
-                region=item.name,
-                expected=first,
-                got=item.ranges,
-                remedy='use arena="layer_major"',
-            )
+    _first_units(layout, {item.name: 1 for item in layout.ranges})
 
 
 def _check_region(layout: Layout, item: Region) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from typing import Generic, Self
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Generic, Self
 
 import zmq.auth
 
 from kvcore.config import TransferConfig
-from kvcore.contract import Transport
-from kvcore.errors import ConfigError, TransferError, UnknownRequestError
+from kvcore.contract import DONE, Fence, Transport
+from kvcore.errors import ConfigError, RequestError, TransferError, UnknownRequestError
+from kvcore.handover import EarlyLayers, Held
 from kvcore.manager import Manager
 from kvcore.moves import Bytes
+from kvcore.ranges import ManagedRange
 from kvcore.store import Store
 from kvcore.transfer.checksums import ReceiverChecksums, SenderChecksums
 from kvcore.transfer.endpoint import CurveKeys, EndpointStats, ReceiverEndpoint, SenderEndpoint
@@ -90,6 +92,20 @@ class _Side(ABC, Generic[EventT]):
             # Over already, or an endpoint that has failed: either way it is never committed.
             with contextlib.suppress(UnknownRequestError, TransferError):
                 self._abort(request_id, "its engine took it away")
+            self._disown(request_id)
+
+    def refuse_steps(self, request_ids: Iterable[str]) -> None:
+        """Raise RequestError for a request that must not be computed on now."""
+        for request_id in request_ids:
+            if self._frozen(request_id):
+                with contextlib.suppress(TransferError):  # an endpoint that has failed says so where it is used
+                    self._drain()
+            if self._frozen(request_id):
+                raise RequestError(
+                    "the request is in a transfer, nothing may be written to it",
+                    request=request_id,
+                    remedy="wait for its final event, or step a fork of it",
+                )
 
     def _drain(self) -> None:
         for event in self._link.events():
@@ -105,7 +121,14 @@ class _Side(ABC, Generic[EventT]):
 
     @abstractmethod
     def _moves(self, request_id: str) -> bool:
-        """Whether units of a request are offered or being filled."""
+        """Whether a request is in a transfer: begun, or being filled."""
+
+    @abstractmethod
+    def _frozen(self, request_id: str) -> bool:
+        """Whether bytes of a request must not change: it is offered to the end, or being filled."""
+
+    def _disown(self, request_id: str) -> None:
+        """The id may be in use again before the final event comes, which must not release the new request."""
 
     @abstractmethod
     def _abort(self, request_id: str, reason: str) -> None:
@@ -123,8 +146,10 @@ class SendSide(_Side[SendEvent]):
     def __init__(self, endpoint: SenderEndpoint, transport: Transport, manager: Manager, store: Store) -> None:
         super().__init__(endpoint, transport, manager, store)
         self._endpoint = endpoint
-        self._begun: dict[str, _Held] = {}
+        self._begun: dict[str, Held] = {}
         self._totals: dict[str, int] = {}
+        self._early: dict[str, EarlyLayers] = {}
+        self._finished: set[str] = set()
 
     @classmethod
     def open(
@@ -167,16 +192,99 @@ class SendSide(_Side[SendEvent]):
     def offer(self, request_id: str, start: int, stop: int, *, last: bool = False, engine_data: bytes = b"") -> None:
         """Offer the units that became final when tokens ``[start, stop)`` were computed and committed.
 
-        ``last`` ends the prompt and carries ``engine_data`` (at most 64 KiB) to the receiver's engine.
+        ``last`` ends the prompt and carries ``engine_data`` (at most 64 KiB) to the receiver's engine. Layers that
+        :meth:`offer_layers` has offered of this chunk are left out. Raises RequestError, with nothing offered, for
+        tokens that do not follow what was offered before.
         """
-        total = self._totals.get(request_id)
-        payloads = self._manager.payloads(request_id, start, stop, last=last, total=total)
+        early = self._early.get(request_id)
+        payloads = self._payloads(request_id, start, stop, last=last)
+        if early is not None:
+            early.check(request_id, start, stop, last=last)
+            payloads = early.rest(payloads, self._layers)
+        self._hold(request_id, payloads)
+        self._endpoint.offer(request_id, start, stop, payloads, last=last, engine_data=engine_data)
+        self._early.pop(request_id, None)
+        if last:
+            self._finished.add(request_id)
+
+    def layerwise(self, request_id: str) -> bool:
+        """Whether offers of single layers serve anybody: a receiver asked, and its transport reads small pieces at no
+        loss (:class:`kvcore.contract.TransportTraits`). Worth asking once before a chunk."""
+        return self._endpoint.layerwise(request_id)
+
+    def offer_layers(
+        self, request_id: str, start: int, stop: int, layers: Collection[int], *, last: bool = False,
+        after: Fence = DONE,
+    ) -> None:  # fmt: skip
+        """Offer some layers of tokens ``[start, stop)``, stored but not committed yet, while the others are computed.
+
+        They are pulled at once. The chunk must be completed by :meth:`offer` of the same tokens, which offers the other
+        layers; a step that is abandoned instead aborts the transfer.
+
+        Args:
+            request_id, start, stop, last: as for the chunk's :meth:`offer`.
+            layers: storage layer ids, offered once a chunk.
+            after: fence of their stores; waited for.
+        """
+        early = self._early.get(request_id) or EarlyLayers(start, stop, last)
+        early.check(request_id, start, stop, last=last)
+        for layer in layers:
+            if layer in early.layers:
+                raise RequestError("a layer is offered twice", request=request_id, layer=layer)
+        wanted = set(layers)
+        payloads = [
+            payload.of_layers([layer for layer in self._layers(payload.group) if layer in wanted])
+            for payload in self._payloads(request_id, start, stop, last=last)
+            if payload.num_units and wanted & set(self._layers(payload.group))
+        ]
+        after.wait()
+        self._hold(request_id, payloads)
+        self._endpoint.offer(request_id, start, start, payloads)
+        early.layers |= wanted
+        self._early[request_id] = early
+
+    def abandoned(self, request_ids: Collection[str]) -> None:
+        """A step of these requests came to nothing: what :meth:`offer_layers` has offered of it is not to be kept."""
+        for request_id in request_ids:
+            if request_id in self._early:
+                self.let_go(request_id)
+
+    def over_budget(self, fraction: float) -> dict[str, Any] | None:
+        """What finished prompts hold, where it is more than ``fraction`` of a unit range; None where it is not.
+
+        Prefill must not go on filling memory that decode processes are too slow, or too dead, to take over.
+        """
+        if self._finished:
+            with contextlib.suppress(TransferError):  # an endpoint that has failed says so where it is used
+                self._drain()
+        held: dict[ManagedRange, set[int]] = {}
+        for request_id in self._finished:
+            for part, ids in self._begun[request_id].units():
+                held.setdefault(part, set()).update(ids.tolist())
+        for part, units in held.items():
+            limit = int(fraction * part.allocator.capacity)
+            if len(units) > limit:
+                return {
+                    "group": part.budget.group,
+                    "range": part.budget.range,
+                    "held_units": len(units),
+                    "limit_units": limit,
+                    "prompts": len(self._finished),
+                }
+        return None
+
+    def _layers(self, group: str) -> tuple[int, ...]:
+        return self._store.pools[group].layout.layers
+
+    def _payloads(self, request_id: str, start: int, stop: int, *, last: bool) -> tuple[Payload, ...]:
+        return self._manager.payloads(request_id, start, stop, last=last, total=self._totals.get(request_id))
+
+    def _hold(self, request_id: str, payloads: Sequence[Payload]) -> None:
         held = self._begun.get(request_id)
         if held is None:
-            self._begun[request_id] = _Held(self._manager, request_id, live_at=total or 0)
+            self._begun[request_id] = Held(self._manager, request_id, live_at=self._totals.get(request_id) or 0)
         else:
             held.add(payloads)
-        self._endpoint.offer(request_id, start, stop, payloads, last=last, engine_data=engine_data)
 
     def abort(self, request_id: str, reason: str) -> None:
         """Give a request up; its :class:`SendFailed` follows. Raises UnknownRequestError when it is over."""
@@ -186,14 +294,22 @@ class SendSide(_Side[SendEvent]):
         self._endpoint.abort(request_id, reason)
 
     def _moves(self, request_id: str) -> bool:
-        return request_id in self._begun
+        return request_id in self._totals
+
+    def _frozen(self, request_id: str) -> bool:
+        return request_id in self._finished and self._begun[request_id].live
+
+    def _disown(self, request_id: str) -> None:
+        del self._totals[request_id]
 
     def _apply(self, event: SendEvent) -> None:
-        self._totals.pop(event.request, None)
+        owned = self._totals.pop(event.request, None) is not None
+        self._early.pop(event.request, None)
+        self._finished.discard(event.request)
         held = self._begun.pop(event.request, None)
         if held is not None:
             held.release(self._store)
-        elif event.request in self._manager:  # admitted and not offered yet; one that is not admitted has no units
+        elif owned and event.request in self._manager:  # admitted and not offered yet; else it has no units
             self._manager.release(event.request)
             self._store.invalidate(event.request)
 
@@ -210,7 +326,7 @@ class ReceiveSide(_Side[ReceiveEvent]):
     ) -> None:
         super().__init__(endpoint, transport, manager, store)
         self._endpoint = endpoint
-        self._filling: dict[str, _Held] = {}
+        self._filling: dict[str, Held] = {}
 
     @classmethod
     def open(
@@ -252,7 +368,7 @@ class ReceiveSide(_Side[ReceiveEvent]):
         except BaseException:
             self._manager.release(request_id)
             raise
-        self._filling[request_id] = _Held(self._manager, request_id)
+        self._filling[request_id] = Held(self._manager, request_id)
 
     def abort(self, request_id: str, reason: str) -> None:
         """Give a request up; its :class:`ReceiveFailed` follows once no read writes its units any more."""
@@ -264,41 +380,14 @@ class ReceiveSide(_Side[ReceiveEvent]):
     def _moves(self, request_id: str) -> bool:
         return request_id in self._filling
 
+    def _frozen(self, request_id: str) -> bool:
+        return request_id in self._filling and self._filling[request_id].live
+
     def _apply(self, event: ReceiveEvent) -> None:
         if isinstance(event, ReceiveDone):
             self._filling.pop(event.request).fill(event.num_tokens)
         elif isinstance(event, ReceiveQuiet) or (isinstance(event, ReceiveFailed) and event.quiet):
             self._filling.pop(event.request).release(self._store)
-
-
-class _Held:
-    """Units of one request that a transfer reads or writes: quarantined, whatever becomes of the request."""
-
-    def __init__(self, manager: Manager, request_id: str, *, live_at: int = 0) -> None:
-        self._manager = manager
-        self._request = manager.get(request_id)
-        self._holds = [manager.hold(request_id, live_at=live_at)]
-
-    def add(self, payloads: Sequence[Payload]) -> None:
-        """Hold what is offered later too: a prompt longer than a window gets units as it is computed."""
-        self._holds.append(self._manager.hold_payloads(payloads))
-
-    def fill(self, num_tokens: int) -> None:
-        """The transfer is over and its tokens are valid."""
-        self._end()
-        if self._request.state != "released":
-            self._manager.set_length(self._request.id, num_tokens)
-
-    def release(self, store: Store) -> None:
-        """The transfer is over and the request with it."""
-        self._end()
-        if self._request.state != "released":
-            self._manager.release(self._request.id)
-            store.invalidate(self._request.id)
-
-    def _end(self) -> None:
-        for hold in self._holds:
-            hold.release()
 
 
 def _options(config: TransferConfig) -> TransferOptions:

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcore.contract import DONE, Arena, Fence, PoolBuilder, PoolView, UnitBlock
+from kvcore.contract import DONE, Arena, CopyQueue, Fence, Piece, PoolBuilder, PoolView, UnitBlock
 from kvcore.errors import IntegrityError, LayoutError, UnsupportedError, nearest
 from kvcore.layout import Buffer, Int64Array, Layout, Placement
 from kvcore.tensors import byte_view, field_view
 
 _LOOP_BYTES = 8192
 """From this many bytes on, a loop of slice copies runs at memory speed; below, one indexed assignment is faster."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Bytes that lie side by side in every unit: unit ``u`` has them at ``base + u * unit_stride``."""
-
-    base: int
-    unit_stride: int
-    nbytes: int
-    num_units: int
 
 
 def pieces(placement: Placement, components: Collection[str]) -> tuple[Piece, ...]:
@@ -86,6 +75,7 @@ class Pool(PoolView):
             self.arena.close()
             raise
         self._piece_cache: dict[tuple[str, ...], tuple[Piece, ...]] = {}
+        self.queue: CopyQueue | None = self.arena.queue()
 
     def _resolve(self) -> None:
         if self.arena.nbytes < self.placement.arena_bytes:
@@ -124,13 +114,26 @@ class Pool(PoolView):
             raise self._no_layer(layer) from None
 
     def envelopes(self) -> torch.Tensor:
-        """Page-major arenas only: ``uint8 [units, envelope_bytes]``. Raises UnsupportedError for other arenas."""
-        if self.layout.arena != "page_major":
+        """Page-major arenas only: ``uint8 [units, envelope_bytes]``.
+
+        Raises UnsupportedError for other arenas, and where not all regions have the same unit ranges.
+        """
+        if self.layout.arena != "page_major" or len({item.ranges for item in self.layout.regions}) > 1:
             raise UnsupportedError(
-                "only page-major arenas have envelopes", group=self.layout.group, arena=self.layout.arena
+                "only page-major arenas whose regions all have the same unit ranges have envelopes",
+                group=self.layout.group,
+                arena=self.layout.arena,
+                ranges={item.name: item.ranges for item in self.layout.regions},
             )
         size = self.layout.envelope_bytes
         return self.arena.tensor()[: self.placement.arena_bytes].view(-1, size)
+
+    def unit_views(self, range_name: str) -> tuple[torch.Tensor, ...]:
+        """The fewest views ``uint8 [units, bytes]`` that hold every byte of the units of a range."""
+        parts = self.pieces(self.components_of(range_name))
+        with torch.inference_mode(False):
+            raw = self.arena.tensor()
+            return tuple(raw.as_strided((p.num_units, p.nbytes), (p.unit_stride, 1), p.base) for p in parts)
 
     def buffer_infos(self) -> tuple[Buffer, ...]:
         """Every buffer of the pool, as its builder describes it."""
@@ -164,10 +167,11 @@ class Pool(PoolView):
 
     def _span(self, range_name: str) -> tuple[int, int]:
         self.layout.space_of_range(range_name)
-        spans = {(first, count) for r in self.placement.ranges.values() for n, first, count in r if n == range_name}
-        if len(spans) != 1:
-            raise UnsupportedError("a range starts at different units in different regions", range=range_name)
-        return spans.pop()
+        for spans in self.placement.ranges.values():
+            for name, first, count in spans:
+                if name == range_name:
+                    return first, count
+        raise LayoutError("no region has this unit range", group=self.layout.group, range=range_name)
 
     def fill(self, units: npt.ArrayLike, byte: int, components: Collection[str] | None = None) -> None:
         """Set every byte of the units, padding included, in all layers of the components (None: of all of them).
@@ -181,6 +185,7 @@ class Pool(PoolView):
             rows = raw.as_strided((piece.num_units, piece.nbytes), (piece.unit_stride, 1), piece.base)
             for _, first, count in unit_runs(ids):
                 rows[first : first + count].fill_(byte)
+        self.mark()
 
     def zero(self, units: npt.ArrayLike, components: Collection[str] | None = None) -> None:
         """:meth:`fill` with 0."""
@@ -189,10 +194,23 @@ class Pool(PoolView):
     def block(self, components: Collection[str], units: npt.ArrayLike) -> UnitBlock:
         """The units of some components as bytes to copy out and in again, all layers, padding included.
 
-        The bytes are in arena order: piece by piece (see :func:`pieces`), and within a piece unit by unit.
+        The bytes are in arena order: piece by piece (see :func:`pieces`), and within a piece unit by unit. A pool whose
+        memory the CPU cannot address gives them unit by unit, and its copies end after ``copy_out`` and ``copy_in``
+        have returned.
         """
         names = self._names(components)
-        return _PoolBlock(self, names, self.checked_units(names, units), self.pieces(names))
+        ids = self.checked_units(names, units)
+        if self.queue is not None:
+            self.mark()  # here, where the engine's thread asks: the copy may be issued by another one
+            return DeviceBlock(self, self.queue, names, ids, self.pieces(names))
+        return _PoolBlock(self, names, ids, self.pieces(names))
+
+    def mark(self) -> Fence:
+        """The fence of everything this thread has given the pool's device to do; copies issued later come after it.
+
+        Whoever writes a pool calls it. On the CPU that work is done, and this costs nothing.
+        """
+        return DONE if self.queue is None else self.queue.mark()
 
     def checked_units(self, components: Collection[str], units: npt.ArrayLike, *, writable: bool = False) -> Int64Array:
         """Return unit ids as int64 ``[n]``; raise IntegrityError for ids outside the pool or, to write, null units."""
@@ -204,17 +222,16 @@ class Pool(PoolView):
             return ids
         spans_of = {self.placement.ranges[r.name] for r in self.layout.regions if r.component in components}
         for spans in spans_of:
-            end = spans[-1][1] + spans[-1][2]
-            bad = (ids < 0) | (ids >= end)
-            if writable:
-                bad |= np.isin(ids, [first for _, first, _ in spans])
+            bad = np.ones(ids.shape, bool)
+            for _, first, count in spans:
+                bad &= (ids < first + writable) | (ids >= first + count)
             if bad.any():
                 raise IntegrityError(
                     "unit is outside the pool, or a null unit that stays zero",
                     group=self.layout.group,
                     components=tuple(components),
                     units=sorted(set(ids[bad].tolist()))[:8],
-                    num_units=end,
+                    ranges=spans,
                 )
         return ids
 
@@ -234,6 +251,50 @@ class Pool(PoolView):
         self.arena.close()
 
 
+class DeviceBlock(UnitBlock):
+    """Units of a pool on a device, unit by unit, all pieces of one side by side. Copies return fences."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        queue: CopyQueue,
+        components: tuple[str, ...],
+        units: Int64Array,
+        parts: tuple[Piece, ...],
+    ) -> None:
+        self.group = pool.layout.group
+        self.components = components
+        self.num_units = len(units)
+        self.nbytes = len(units) * sum(piece.nbytes for piece in parts)
+        self._pool, self._queue, self._units, self._parts = pool, queue, units, parts
+
+    def cut(self, first: int, count: int) -> UnitBlock:
+        """The block of the units ``[first, first + count)``."""
+        return DeviceBlock(self._pool, self._queue, self.components, self._units[first : first + count], self._parts)
+
+    def copy_out(self, dst: npt.NDArray[np.uint8]) -> Fence:
+        """Begin to gather the units into ``dst [nbytes]``."""
+        _check_host(self, dst)
+        return self._queue.gather(self._parts, self._units, dst) if self.num_units else DONE
+
+    def copy_in(self, src: npt.NDArray[np.uint8]) -> Fence:
+        """Begin to scatter ``src [nbytes]`` into the units. Raises IntegrityError for null units."""
+        self._pool.checked_units(self.components, self._units, writable=True)
+        _check_host(self, src)
+        return self._queue.scatter(self._parts, self._units, src) if self.num_units else DONE
+
+
+def _check_host(block: UnitBlock, host: npt.NDArray[np.uint8]) -> None:
+    if host.dtype != np.uint8 or host.shape != (block.nbytes,) or not host.flags.c_contiguous:
+        raise LayoutError(
+            "host memory does not fit the units",
+            group=block.group,
+            components=block.components,
+            expected=f"contiguous uint8 [{block.nbytes}]",
+            got=f"{host.dtype} {list(host.shape)}",
+        )
+
+
 class _PoolBlock(UnitBlock):
     """Units of a pool in host order. Gathers use ``take`` into the caller's memory: no temporary of the whole size."""
 
@@ -248,14 +309,7 @@ class _PoolBlock(UnitBlock):
 
     def _slices(self, host: npt.NDArray[np.uint8]) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
         """Every piece as ``[pool units, bytes]``, with its part of the host memory as ``[units, bytes]``."""
-        if host.dtype != np.uint8 or host.shape != (self.nbytes,) or not host.flags.c_contiguous:
-            raise LayoutError(
-                "host memory does not fit the units",
-                group=self.group,
-                components=self.components,
-                expected=f"contiguous uint8 [{self.nbytes}]",
-                got=f"{host.dtype} {list(host.shape)}",
-            )
+        _check_host(self, host)
         arena, start = self._pool.arena.array(), 0
         for piece in self._parts:
             size = self.num_units * piece.nbytes

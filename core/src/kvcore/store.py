@@ -10,24 +10,39 @@ from typing import TypeVar
 import torch
 
 from kvcore.batch import BatchBuilder
-from kvcore.contract import DONE, Arena, AttendParams, BatchPlan, Fence, Format, Kernel, PoolBuilder
+from kvcore.constants import ConstantFields
+from kvcore.contract import (
+    DONE,
+    Arena,
+    AttendParams,
+    BatchPlan,
+    Fence,
+    Format,
+    Kernel,
+    PoolBuilder,
+    PoolView,
+    all_fences,
+)
 from kvcore.dispatch import ChosenKernels, KernelChoice, KernelTable, choose_kernels
 from kvcore.errors import (
     ConfigError,
-    IntegrityError,
-    LayoutError,
     PluginError,
     StaleHandleError,
     UnsupportedError,
     nearest,
 )
 from kvcore.layout import Layout
+from kvcore.opchecks import check_attend, check_format, check_layers, check_load, check_rows, check_window
 from kvcore.pool import Pool
 from kvcore.spec import LayerGroup, ModelSpec, Shard
+from kvcore.states import StateSlots
 from kvcore.stepplan import RangePlan, StepPlan
 from kvcore.tensors import int64_tensor
 
 _T = TypeVar("_T")
+
+_Tokens = tuple[Format, ChosenKernels]
+"""What a group of attention has and a group of state does not."""
 
 
 @dataclass
@@ -37,17 +52,34 @@ class _GroupState:
     group: LayerGroup
     row_shapes: dict[str, tuple[int, int]]
     pool: Pool
-    table: KernelTable
+    constants: ConstantFields
+    table: KernelTable | None
+    """None for groups of state: what they hold is written by whoever computes it."""
     builders: dict[str, BatchBuilder]
+    slots: dict[str, StateSlots]
     plans: dict[str, BatchPlan] = field(default_factory=dict)
     plan: BatchPlan | None = None
+
+    def issued(self, fence: Fence) -> Fence:
+        """The fence of an op. Kernels order their own work by the device's stream; whatever leaves the stream (an offer,
+        a copy) needs an event, which the pool's mark is."""
+        marked = self.pool.mark()
+        return fence if marked is DONE else all_fences([fence, marked])
+
+    def copy_units(self, range_name: str, src: torch.Tensor, dst: torch.Tensor) -> None:
+        if self.table is not None:
+            self.table.copy_units(range_name, src, dst, DONE)
+            return
+        for units in self.pool.unit_views(range_name):
+            units[dst] = units[src]
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Where a model layer's bytes are."""
+    """Where the tokens of a model layer are."""
 
     state: _GroupState
+    table: KernelTable
     layer: int
     writes: bool
 
@@ -56,9 +88,10 @@ class Store:
     """Pools and kernels of one rank.
 
     Args:
-        model: the model's layer groups; layer ids are distinct over all of them.
-        layouts, formats, units: by group prefix: the bytes of this rank, what gives them meaning, and the units of every
-            range (null units included).
+        model: the model's layer groups; layer ids are distinct over those of attention. A layer may also be in groups of
+            state.
+        layouts, formats, units: by group prefix: the bytes of this rank, what gives them meaning (groups of attention
+            only), and the units of every range (null units included).
         pool_builders: exactly one of them must serve the device.
         kernels: the candidates of every op.
         device: ``cpu``, ``cuda:0``, …
@@ -93,16 +126,18 @@ class Store:
         self._last_step: int | None = None
         self._decode = False
         self._longest = model.max_length or _longest_request(layouts, units)
-        ready = []
+        ready: list[tuple[LayerGroup, Layout, PoolBuilder, _Tokens | None]] = []
         for group in model.groups:
-            layout, fmt = _of(layouts, group, "layout"), _of(formats, group, "format")
-            _check_format(group, layout, fmt)
-            builder = choose_builder(pool_builders, device, layout)
-            ready.append((group, layout, fmt, builder, choose_kernels(kernels, device, layout, group)))
-        _check_layers(model)
+            layout, tokens = _of(layouts, group, "layout"), None
+            if group.kind == "attention":
+                fmt = _of(formats, group, "format")
+                check_format(group, layout, fmt)
+                tokens = (fmt, choose_kernels(kernels, device, layout, group))
+            ready.append((group, layout, choose_builder(pool_builders, device, layout), tokens))
+        check_layers(model)
         try:
-            for group, layout, fmt, builder, chosen in ready:
-                self._add(group, layout, fmt, _of(units, group, "unit counts"), builder, chosen, shard or Shard())
+            for group, layout, builder, tokens in ready:
+                self._add(group, layout, _of(units, group, "unit counts"), builder, tokens, shard or Shard())
         except BaseException:
             self.close()
             raise
@@ -111,14 +146,14 @@ class Store:
         self,
         group: LayerGroup,
         layout: Layout,
-        fmt: Format,
         units: Mapping[str, int],
         builder: PoolBuilder,
-        chosen: ChosenKernels,
+        tokens_as: _Tokens | None,
         shard: Shard,
     ) -> None:
         pool = Pool(layout, units, builder, self._device)
         builders = {}
+        slots = {}
         for item in layout.ranges:
             tokens = layout.space_of_range(item.name).tokens_per_unit
             # The table of a window counts units that are dead too: it is longer than its range has units.
@@ -132,14 +167,23 @@ class Store:
                 device=self._device,
                 whole_rows=layout.space_of_range(item.name).unit == "row",
             )
+            if group.kind == "state" and layout.space_of_range(item.name).unit == "state_slot":
+                slots[item.name] = StateSlots(self._sizes[0], first, self._device)
+        constants = ConstantFields(pool)
         shapes = {t.name: (shard.num_heads(t), t.head_dim) for t in group.tensors}
-        state = _GroupState(group, shapes, pool, chosen.bind(pool, group, fmt), builders)
-        self._groups[group.prefix] = state
+        state = _GroupState(group, shapes, pool, constants, None, builders, slots)
+        self._groups[group.prefix] = state  # from here on closed with the store
+        if tokens_as is None:
+            return
+        fmt, chosen = tokens_as
+        if constants:
+            constants.write(fmt.constants(layout))
+        table = state.table = chosen.bind(pool, group, fmt)
         for layer in layout.layers:
-            self._routes[layer] = _Route(state, layer, True)
+            self._routes[layer] = _Route(state, table, layer, True)
         for layer, storage in group.shares:
             if storage in layout.layers:
-                self._routes[layer] = _Route(state, storage, False)
+                self._routes[layer] = _Route(state, table, storage, False)
 
     # --- what there is ---
 
@@ -150,28 +194,86 @@ class Store:
 
     @property
     def tables(self) -> dict[str, KernelTable]:
-        """Kernel tables by group prefix."""
-        return {name: state.table for name, state in self._groups.items()}
+        """Kernel tables by group prefix, of groups of attention."""
+        return {name: state.table for name, state in self._groups.items() if state.table is not None}
 
     def arenas(self) -> dict[str, Arena]:
         """Arenas by group prefix, as transports register them."""
         return {name: state.pool.arena for name, state in self._groups.items()}
 
     def explain(self) -> dict[str, tuple[KernelChoice, ...]]:
-        """The kernel of every op, and why the others were refused, by group prefix."""
-        return {name: state.table.choices for name, state in self._groups.items()}
+        """The kernel of every op, and why the others were refused, by group prefix; groups of state have no ops."""
+        return {name: table.choices for name, table in self.tables.items()}
 
     def plan(self, group: str, range_name: str | None = None) -> BatchPlan:
         """The batch of the current step for a range of a group (None: its first). Raises StaleHandleError before
         the first step."""
-        if group not in self._groups:
-            raise ConfigError("no such layer group", group=group, remedy=nearest(group, self._groups))
-        state = self._groups[group]
-        name = range_name or state.pool.layout.ranges[0].name
+        state = self._group(group)
+        name = range_name or state.pool.layout.token_range
         if name not in state.plans:
             state.pool.layout.space_of_range(name)
             raise StaleHandleError("no step has begun", group=group)
         return state.plans[name]
+
+    def _group(self, group: str) -> _GroupState:
+        if group not in self._groups:
+            raise ConfigError("no such layer group", group=group, remedy=nearest(group, self._groups))
+        return self._groups[group]
+
+    # --- states ---
+
+    def state(self, group: str) -> PoolView:
+        """Views of a group of state: ``field(layer, region, field)[slot]``, slots as of :meth:`state_slots`.
+
+        Raises UnsupportedError for a group of attention, whose bytes only its kernels write.
+        """
+        found = self._group(group)
+        if found.group.kind != "state":
+            raise UnsupportedError(
+                "the group stores tokens, not a state", group=group, remedy="use store, load and attend"
+            )
+        return found.pool
+
+    def state_slots(self, group: str, range_name: str | None = None) -> torch.Tensor:
+        """The slot of each row of the current step: ``int64 [R]`` on the device, −1 for a row without one.
+
+        The tensor has the same address in every step. A slot was zeroed when the request was first given it, and a fork
+        has its own copy before it first writes.
+
+        Args:
+            group: a group of state.
+            range_name: one of its unit ranges; None: its first of state slots.
+        """
+        self.state(group)
+        found = self._group(group)
+        name = range_name or next(iter(found.slots), found.pool.layout.token_range)
+        if name not in found.slots:
+            found.pool.layout.space_of_range(name)
+            raise UnsupportedError(
+                "units of this range are no state slots", group=group, range=name, remedy="read its batch"
+            )
+        if not found.plans:
+            raise StaleHandleError("no step has begun", group=group)
+        return found.slots[name].slots
+
+    # --- constants ---
+
+    def set_constants(self, group: str, values: Mapping[tuple[str, str], torch.Tensor]) -> None:
+        """Fill constants of a group: ``(region, field)`` → ``[L, *axes]``, see :class:`kvcore.constants.ConstantFields`.
+
+        Nothing that was stored before may still be in use: :meth:`kvcore.cache.KVCache.set_constants` sees to that.
+        """
+        self._group(group).constants.write(values)
+        self._group(group).pool.mark()
+
+    def constants(self, group: str) -> dict[str, str]:
+        """Digests of a group's constants, for peers to compare: see :meth:`kvcore.constants.ConstantFields.digests`."""
+        return self._group(group).constants.digests()
+
+    def require_constants(self) -> None:
+        """Raise ConfigError while a constant of any group is unset."""
+        for state in self._groups.values():
+            state.constants.require()
 
     # --- steps ---
 
@@ -184,6 +286,7 @@ class Store:
         """
         if self._last_step is not None and plan.step <= self._last_step:
             raise StaleHandleError("step is older than the store's last one", step=plan.step, last=self._last_step)
+        self.require_constants()
         self._end_step()
         work: list[tuple[_GroupState, RangePlan]] = []
         plans: dict[str, dict[str, BatchPlan]] = {}
@@ -202,13 +305,15 @@ class Store:
         for state, part in work:
             if len(part.copies_src):
                 src = int64_tensor(part.copies_src, self._device)
-                state.table.copy_units(part.range, src, int64_tensor(part.copies_dst, self._device), DONE)
+                state.copy_units(part.range, src, int64_tensor(part.copies_dst, self._device))
                 self.op_counts["copy_units"] += 1
         for state, part in work:
             state.pool.zero(part.fresh, state.pool.components_of(part.range))
         for name, state in self._groups.items():
             state.plans = plans[name]
-            state.plan = state.plans[state.pool.layout.ranges[0].name]
+            state.plan = state.plans[state.pool.layout.token_range]
+            for range_name, slots in state.slots.items():
+                slots.build(plan.of(name, range_name))
         self._step, self._last_step = plan, plan.step
         self._decode = all(row.count == 1 for row in plan.rows)
 
@@ -222,7 +327,9 @@ class Store:
             return
         for state in self._groups.values():
             state.plans = {name: builder.invalidate(rows) for name, builder in state.builders.items()}
-            state.plan = state.plans[state.pool.layout.ranges[0].name]
+            state.plan = state.plans[state.pool.layout.token_range]
+            for slots in state.slots.values():
+                slots.invalidate(rows)
 
     def _end_step(self) -> None:
         self._step = None
@@ -250,10 +357,10 @@ class Store:
         if not route.writes:
             raise UnsupportedError("layer reads another layer's storage", layer=layer, storage_layer=route.layer)
         plan = self._current(route)
-        _check_rows(route.state, rows, plan.num_tokens, valid)
+        check_rows(route.state.group, route.state.row_shapes, rows, plan.num_tokens, valid)
         self.op_counts["store"] += 1
         with torch.no_grad():
-            return route.state.table.store(route.layer, rows, plan, valid, after)
+            return route.state.issued(route.table.store(route.layer, rows, plan, valid, after))
 
     def attend(
         self, layer: int, q: torch.Tensor, out: torch.Tensor, params: AttendParams, after: Fence = DONE
@@ -271,24 +378,31 @@ class Store:
         """
         route = self._route(layer)
         plan = self._current(route)
-        _check_attend(plan, q, out, params)
-        _check_window(route.state.group, params)
+        check_attend(plan, q, out, params)
+        check_window(route.state.group, params)
         op = "attend_decode" if self._decode else "attend_prefill"
         self.op_counts[op] += 1
-        table = route.state.table
         with torch.no_grad():
             if self._decode:
-                return table.attend_decode(route.layer, q, out, plan, params, after)
-            return table.attend_prefill(route.layer, q, out, plan, params, after)
+                return route.state.issued(route.table.attend_decode(route.layer, q, out, plan, params, after))
+            return route.state.issued(route.table.attend_prefill(route.layer, q, out, plan, params, after))
 
     def load(self, layer: int, slots: torch.Tensor, out: Mapping[str, torch.Tensor], after: Fence = DONE) -> Fence:
         """Fill ``out[name][N, H, D]`` from ``slots [N]`` (any integer dtype) of a model layer; −1 gives zeros."""
         route = self._route(layer)
         ids = int64_tensor(slots, self._device)
-        _check_load(route.state, ids, out)
+        check_load(route.state.pool, route.state.row_shapes, ids, out)
         self.op_counts["load"] += 1
         with torch.no_grad():
-            return route.state.table.load(route.layer, ids, out, after)
+            return route.state.issued(route.table.load(route.layer, ids, out, after))
+
+    def mark(self) -> Fence:
+        """The fence of everything this thread has given the device to do to any pool.
+
+        Every op of a step marks its own pool. To be called after work of another kind: the replay of a captured graph,
+        states written by their own kernels. Free on the CPU.
+        """
+        return all_fences([state.pool.mark() for state in self._groups.values()])
 
     def close(self) -> None:
         """Give the memory back. Idempotent; the store is of no use afterwards."""
@@ -301,7 +415,9 @@ class Store:
         try:
             return self._routes[layer]
         except KeyError:
-            raise ConfigError("no such layer on this rank", layer=layer, layers=sorted(self._routes)) from None
+            raise ConfigError(
+                "no such layer stores tokens on this rank", layer=layer, layers=sorted(self._routes)
+            ) from None
 
     def _current(self, route: _Route) -> BatchPlan:
         if route.state.plan is None:
@@ -350,80 +466,3 @@ def _of(items: Mapping[str, _T], group: LayerGroup, what: str) -> _T:
     if group.prefix not in items:
         raise ConfigError(f"layer group has no {what}", group=group.prefix, got=sorted(items))
     return items[group.prefix]
-
-
-def _check_format(group: LayerGroup, layout: Layout, fmt: Format) -> None:
-    fmt.supports(group).require("the format cannot hold the layer group", format=fmt.name, group=group.prefix)
-    if (layout.format, layout.revision) != (fmt.name, fmt.revision):
-        raise LayoutError(
-            "layout is of another format",
-            group=group.prefix,
-            expected=f"{fmt.name} revision {fmt.revision}",
-            got=f"{layout.format} revision {layout.revision}",
-        )
-
-
-def _check_layers(model: ModelSpec) -> None:
-    owner: dict[int, str] = {}
-    for group in model.groups:
-        for layer in (*group.layers, *(layer for layer, _ in group.shares)):
-            if layer in owner:
-                raise ConfigError("a layer is in two groups", layer=layer, groups=[owner[layer], group.prefix])
-            owner[layer] = group.prefix
-
-
-def _check_rows(state: _GroupState, rows: Mapping[str, torch.Tensor], tokens: int, valid: torch.Tensor | None) -> None:
-    for name, shape in state.row_shapes.items():
-        if name not in rows or tuple(rows[name].shape) != (tokens, *shape):
-            got = list(rows[name].shape) if name in rows else sorted(rows)
-            raise LayoutError(
-                "rows do not match the step", group=state.group.prefix, tensor=name, expected=[tokens, *shape], got=got
-            )
-    if len(rows) != len(state.row_shapes):
-        raise LayoutError(
-            "rows name unknown tensors", group=state.group.prefix, expected=list(state.row_shapes), got=sorted(rows)
-        )
-    if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != (tokens,)):
-        raise LayoutError("valid is not one bool a token", expected=[tokens], got=f"{valid.dtype} {list(valid.shape)}")
-
-
-def _check_attend(plan: BatchPlan, q: torch.Tensor, out: torch.Tensor, params: AttendParams) -> None:
-    if q.ndim != 3 or q.shape[0] != plan.num_tokens or out.ndim != 3 or out.shape[:2] != q.shape[:2]:
-        raise LayoutError(
-            "queries do not match the step",
-            expected=f"q [{plan.num_tokens}, Hq, Dk] and out [{plan.num_tokens}, Hq, Dv]",
-            got=[list(q.shape), list(out.shape)],
-        )
-    if params.window is not None and params.window < 1:
-        raise ConfigError("a window holds at least the token itself", window=params.window)
-    if params.sinks is not None and tuple(params.sinks.shape) != (q.shape[1],):
-        raise LayoutError("sinks are one logit a query head", expected=[q.shape[1]], got=list(params.sinks.shape))
-    if params.position_bias is not None:
-        shape = (*q.shape[:2], plan.max_length)
-        if tuple(params.position_bias.shape) != shape:
-            raise LayoutError(
-                "position bias does not match the step", expected=list(shape), got=list(params.position_bias.shape)
-            )
-
-
-def _check_window(group: LayerGroup, params: AttendParams) -> None:
-    held = dict(group.space_options).get("window") if group.space == "window" else None
-    if held is not None and (params.window is None or params.window > held):
-        raise UnsupportedError(
-            "the layer group keeps a window only, and attention asks for more",
-            group=group.prefix,
-            expected=f"a window of at most {held}",
-            got=params.window,
-            remedy="pass AttendParams(window=…)",
-        )
-
-
-def _check_load(state: _GroupState, slots: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
-    layout = state.pool.layout
-    item = layout.ranges[0].name
-    end = state.pool.end_unit(item) * layout.space_of_range(item).tokens_per_unit
-    if slots.ndim != 1 or bool(((slots < -1) | (slots >= end)).any()):
-        raise IntegrityError("slot is outside the pool", group=layout.group, expected=f"[N] in -1 … {end - 1}")
-    for name, shape in state.row_shapes.items():
-        if name not in out or tuple(out[name].shape) != (len(slots), *shape):
-            raise LayoutError("output does not match the slots", tensor=name, expected=[len(slots), *shape])

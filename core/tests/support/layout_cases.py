@@ -188,12 +188,12 @@ def axis(draw: st.DrawFn, name: str, size: int, ids: tuple[tuple[int, int], ...]
 
 
 @st.composite
-def pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
-    """Two layouts of the same data that differ in axis order, padding, arena order, shard and layers."""
+def sides(draw: st.DrawFn, number: int) -> list[Layout]:
+    """Layouts of the same data that differ in axis order, padding, arena order, shard and layers."""
     page, dim, total = draw(st.sampled_from([1, 2, 4, 6])), draw(st.integers(1, 4)), draw(st.integers(1, 6))
     sharded, dtype = draw(st.booleans()), draw(st.sampled_from(["u8", "bf16", "fp32"]))
-    sides = []
-    for _ in range(2):
+    layouts = []
+    for _ in range(number):
         ids = draw(id_sets(total)) if sharded else ()
         heads = sum(hi - lo for lo, hi in ids) or total
         regions = []
@@ -212,5 +212,10 @@ def pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
             regions.append(region(name, component, [*lead, first, *more, second], ranges=("pages",)))
         layers = tuple(draw(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True)))
         arena = draw(st.sampled_from(["layer_major", "page_major"]))
-        sides.append(paged(page, regions, layers=layers, arena=arena))
-    return sides[0], sides[1]
+        layouts.append(paged(page, regions, layers=layers, arena=arena))
+    return layouts
+
+
+def pairs() -> st.SearchStrategy[tuple[Layout, Layout]]:
+    """Two layouts of the same data."""
+    return sides(2).map(lambda both: (both[0], both[1]))

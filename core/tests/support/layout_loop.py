@@ -7,7 +7,7 @@ the library cannot hide in its own test.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 ITEM = {"u8": 1, "i32": 4, "i64": 8, "fp16": 2, "bf16": 2, "fp32": 4, "e4m3fn": 1, "e5m2": 1, "e8m0": 1}
@@ -108,8 +108,12 @@ def convert(
     dst_counts: dict[str, int],
     pairs: list[tuple[int, int]],
     components: tuple[str, ...],
+    keep: Callable[[int, str, dict[str, int], str], bool] = lambda layer, region, ids, field: True,
 ) -> dict[int, int]:
-    """``destination byte address → source byte address`` of all data both layouts hold."""
+    """``destination byte address → source byte address`` of all data both layouts hold.
+
+    ``keep(layer, region, ids, field)`` may leave out elements; ``ids`` are global, by axis.
+    """
     src_at, _ = unit_addresses(src, src_counts)
     dst_at, _ = unit_addresses(dst, dst_counts)
     out = {}
@@ -121,6 +125,8 @@ def convert(
         for key in set(ours) & set(theirs):
             (to, nbytes), (origin, _) = ours[key], theirs[key]
             for layer in set(src.layers) & set(dst.layers):
+                if not keep(layer, region.name, dict(key[1:]), key[0]):
+                    continue
                 for s, d in pairs:
                     if s < 0 or d < 0:
                         continue

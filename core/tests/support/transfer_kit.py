@@ -16,9 +16,9 @@ from kvcore.contract import Arena, PeerConnection, ReadHandle, ReadJob
 from kvcore.errors import PeerLostError, ProtocolError, TransferError, UnsupportedError
 from kvcore.layout import Axis, Field, Layout, SpaceSpec, UnitRange, region
 from kvcore.transfer import control
+from kvcore.transfer.joined import JoinedReceiver, name
 from kvcore.transfer.manifest import Manifest
 from kvcore.transfer.payload import Payload
-from kvcore.transfer.joined import JoinedReceiver, name
 from kvcore.transfer.sender import SenderSession
 from kvcore.transfer.session import TransferOptions
 
@@ -192,8 +192,8 @@ class Net:
         self.memories: dict[bytes, dict[tuple[str, int], Any]] = {}
         self.log: list[str] = []
         self.start_sender("sender-1")
-        for name in receivers:
-            self.start_receiver(name.encode(), name)
+        for instance in receivers:
+            self.start_receiver(instance.encode(), instance)
 
     def start_sender(self, instance: str) -> None:
         self.sender = SenderSession(manifest("sender", instance), clock=self.clock, options=self.options)

@@ -103,13 +103,29 @@ def test_not_numbers_and_infinity() -> None:
     assert not back[2, 1:16].any()
 
 
-def test_the_tensor_scale_is_part_of_the_identity() -> None:
+def test_tensor_scales_are_constants_of_every_layer_and_tensor() -> None:
+    """The option is their initial value; the layout is the same whatever they are."""
+    group = LayerGroup("full", (0, 5), (TensorSpec("k", 1, 32), TensorSpec("v", 1, 32)), num_query_heads=1)
     one, other = Nvfp4(), Nvfp4(tensor_scale=2.0)
-    assert layout(one).fingerprint() != layout(other).fingerprint()
-    assert layout(one).fingerprint() == layout(Nvfp4(tensor_scale=1)).fingerprint()
-    assert layout(one).revision == one.revision != other.revision
-    with pytest.raises(LayoutError, match="another tensor scale"):
-        one.encode(layout(other), {"k": torch.ones(1, 1, 32)})
+    made = layout(one, group)
+    assert made == layout(other, group)
+    assert {region.component for region in made.constant_regions} == {"full/tensor_scale"}
+    assert {key: value.tolist() for key, value in other.constants(made).items()} == {
+        ("tensor_scale", "k"): [2.0, 2.0], ("tensor_scale", "v"): [2.0, 2.0]
+    }  # fmt: skip
+
+
+def test_tensors_are_scaled_by_their_own() -> None:
+    group = LayerGroup("full", (0,), (TensorSpec("k", 1, 16), TensorSpec("v", 1, 16)), num_query_heads=1)
+    made = layout(Nvfp4(), group)
+    scales = {("tensor_scale", "k"): torch.tensor(0.25), ("tensor_scale", "v"): torch.tensor(3.0)}
+    bound = Nvfp4(tensor_scale=7.0).with_constants(made, scales)
+    generator = torch.Generator().manual_seed(2)
+    rows = {name: torch.randn((5, 1, 16), generator=generator) for name in ("k", "v")}
+    back = bound.decode(made, bound.encode(made, rows), torch.float32)
+    for (_, name), scale in scales.items():
+        for token in range(5):
+            assert back[name][token, 0].tolist() == expected(rows[name][token, 0].tolist(), float(scale)), name
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.inf, math.nan, 1e-45, 1e39, True, "1"])
@@ -122,7 +138,10 @@ def test_sizes_and_refusals() -> None:
     group = LayerGroup("full", (0, 1), (TensorSpec("k", 8, 128), TensorSpec("v", 8, 128)), num_query_heads=32)
     made = Nvfp4().layout(group, page_size=16, shard=Shard(), arena="page_major")
     # 2 layers × 2 tensors × 8 heads: 64 bytes of values and 8 of scales a head, for what takes 256 bytes in bf16.
-    assert made.bytes_per_token() == {"full/kv": 2 * 2 * 8 * 64, "full/block_scale": 2 * 2 * 8 * 8}
+    kv, scales = 2 * 2 * 8 * 64, 2 * 2 * 8 * 8
+    assert made.bytes_per_token() == {"full/kv": kv, "full/block_scale": scales, "full/tensor_scale": 0}
+    # A page is 16 tokens; constants take two units of two fp32 and their padding, in both layers.
+    assert made.place({"pages": 3, "model": 2}).arena_bytes == 3 * 16 * (kv + scales) + 2 * 2 * 16
     assert not made.alignment_bytes_per_token()
     odd = LayerGroup("full", (0,), (TensorSpec("k", 1, 24),), 1)
     assert "not a multiple of the 16" in Nvfp4().supports(odd).reason

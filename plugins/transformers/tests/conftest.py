@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -44,6 +47,29 @@ def _tiny_config(family: str, **changes: Any) -> Any:
         "pad_token_id": None,
     }
     return cls(**{**common, **special, **changes})
+
+
+def _load(name: str) -> ModuleType:
+    path = Path(__file__).parent / "support" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"kvcore_transformers_test_support_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def run_kit() -> ModuleType:
+    """``kvcore run`` in a process of its own, prompt files, and what is left of processes."""
+    return _load("run_kit")
+
+
+@pytest.fixture(scope="session")
+def zoo() -> ModuleType:
+    """Tiny models with windows and with latents."""
+    return _load("zoo")
 
 
 @pytest.fixture(scope="session")

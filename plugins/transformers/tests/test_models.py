@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache
 
 from kvcore.errors import UnsupportedError
@@ -15,68 +14,7 @@ from kvcore_transformers.engine import Engine
 from kvcore_transformers.hf_cache import KVCoreCache
 from kvcore_transformers.requests import AskedEvent, DoneEvent, FailedEvent, ReceivedEvent
 
-VOCAB = 97
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 4096,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-# Every width is another, so that no tensor can pass for another one.
-DEEPSEEK = {
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 48,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 24,
-    "v_head_dim": 20,
-    "first_k_dense_replace": 1,
-}
-GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
-WINDOW = 20
-SLIDING = {
-    "gemma3": (
-        transformers.Gemma3TextConfig,
-        {
-            **GROUPED,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            # Tied embeddings of random weights repeat the last token for ever, whatever attention says.
-            "tie_word_embeddings": False,
-        },
-    ),
-    "mistral": (transformers.MistralConfig, GROUPED),
-    "qwen2": (transformers.Qwen2Config, {"num_key_value_heads": 2, "use_sliding_window": True, "max_window_layers": 1}),
-}
 LENGTHS = (1, 15, 17, 33, 64)
-
-
-def build(config):
-    """A model whose weights are large enough for its tokens to depend on what was attended to."""
-    torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        parameter.data.mul_(3.0)
-    return model.eval().requires_grad_(False)
-
-
-def deepseek():
-    return build(transformers.DeepseekV3Config(**COMMON, **DEEPSEEK))
-
-
-def sliding(family, window=WINDOW):
-    cls, special = SLIDING[family]
-    return build(cls(**COMMON, **special, sliding_window=window))
 
 
 def poison(cache):
@@ -108,7 +46,7 @@ def serve(engine, requests):
 
 
 def batch(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, 97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def generate(model, ids, cache, **options):
@@ -126,21 +64,21 @@ def generate(model, ids, cache, **options):
 # --- sliding windows -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", sorted(SLIDING))
-def test_windows_and_full_layers_give_the_tokens_of_plain_transformers(make_cache, make_requests, greedy, family):
-    plain, model = sliding(family), sliding(family)
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "qwen2"])
+def test_windows_and_full_layers_give_the_tokens_of_plain_transformers(zoo, make_cache, make_requests, greedy, family):
+    plain, model = zoo.sliding(family), zoo.sliding(family)
     cache = make_cache(model, page_size=4, memory="1MiB", max_requests=8, max_tokens=64)
     requests = make_requests((1, 17, 33), new=16)
     want = {r.id: greedy(plain, r.prompt, r.max_new_tokens) for r in requests}
     assert serve(Engine(model, cache, chunk=16), requests) == want
-    wide = sliding(family, window=4096)
+    wide = zoo.sliding(family, window=4096)
     assert want != {r.id: greedy(wide, r.prompt, r.max_new_tokens) for r in requests}, "the window does not matter"
 
 
 @pytest.mark.parametrize("policy", ["backup", "recompute"])
-def test_retraction_changes_no_token_of_gemma(make_cache, make_requests, greedy, policy):
+def test_retraction_changes_no_token_of_gemma(zoo, make_cache, make_requests, greedy, policy):
     """Memory so small that running requests are taken off; what they left behind is NaN when they come back."""
-    plain, model = sliding("gemma3"), sliding("gemma3")
+    plain, model = zoo.sliding("gemma3"), zoo.sliding("gemma3")
     page = 3 * 2 * 2 * 4 * 16 * 4  # layers, k and v, heads, slots, dim, fp32
     options = {"page_size": 4, "max_requests": 4, "max_tokens": 64, "memory": 20 * page}
     engine = Engine(model, make_cache(model, policy=policy, **options), chunk=16)
@@ -153,8 +91,8 @@ def test_retraction_changes_no_token_of_gemma(make_cache, make_requests, greedy,
     assert "load" not in stats.ops
 
 
-def test_pages_behind_the_window_are_given_back_while_the_request_runs(make_cache, make_requests):
-    model = sliding("gemma3")
+def test_pages_behind_the_window_are_given_back_while_the_request_runs(zoo, make_cache, make_requests):
+    model = zoo.sliding("gemma3")
     cache = make_cache(model, page_size=4, memory="1MiB", max_requests=1)
     engine = Engine(model, cache, chunk=16)
     (request,) = make_requests((3,), new=50)
@@ -164,28 +102,28 @@ def test_pages_behind_the_window_are_given_back_while_the_request_runs(make_cach
         engine.step()
         for item in cache.stats().manager.ranges:
             used[item.group].append(item.used)
-    most = -(-WINDOW // 4) + 1
+    most = -(-zoo.WINDOW // 4) + 1
     assert max(used["full"]) == -(-(3 + 49) // 4)
     assert max(used["swa"]) == most
 
 
-def test_the_cache_of_generate_holds_no_windows():
+def test_the_cache_of_generate_holds_no_windows(zoo):
     with pytest.raises(UnsupportedError) as refusal:
-        KVCoreCache.for_model(sliding("gemma3"), memory="1MiB", max_requests=2, max_tokens=64)
+        KVCoreCache.for_model(zoo.sliding("gemma3"), memory="1MiB", max_requests=2, max_tokens=64)
     assert refusal.value.fields["groups"] == ["full", "swa"]
     with pytest.raises(UnsupportedError, match="whole sequence"):
-        KVCoreCache.for_model(sliding("mistral"), memory="1MiB", max_requests=2, max_tokens=64)
+        KVCoreCache.for_model(zoo.sliding("mistral"), memory="1MiB", max_requests=2, max_tokens=64)
 
 
 # --- a prefill and a decode engine -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make_model", [deepseek, lambda: sliding("gemma3")], ids=["deepseek", "gemma3"])
+@pytest.mark.parametrize("name", ["deepseek", "gemma3"])
 def test_prefill_here_and_decode_there_give_the_tokens_of_plain_transformers(
-    make_cache, make_requests, greedy, make_model
+    zoo, make_cache, make_requests, greedy, name
 ):
     """Every component of every group arrives; the decode side's memory is NaN before."""
-    left, right = make_model(), make_model()
+    left, right = zoo.make(name), zoo.make(name)
     caches = [make_cache(model, page_size=4, memory="1MiB", max_requests=8) for model in (left, right)]
     sender = caches[0].serve()
     prefill = Engine(left, caches[0], chunk=16, sender=sender)
@@ -208,7 +146,7 @@ def test_prefill_here_and_decode_there_give_the_tokens_of_plain_transformers(
                 results[event.request] = event.tokens if isinstance(event, DoneEvent) else event.exception()
         prefill.step()
         prefill.events()
-    plain = make_model()
+    plain = zoo.make(name)
     assert results == {name: greedy(plain, r.prompt, r.max_new_tokens) for name, r in requests.items()}
     components = {name for layout in caches[0].layouts.values() for name in layout.components}
     assert arrived == dict.fromkeys(requests, components)
@@ -219,9 +157,9 @@ def test_prefill_here_and_decode_there_give_the_tokens_of_plain_transformers(
 
 
 @pytest.mark.parametrize(("rows", "tokens", "options"), [(1, 1, {}), (3, 33, {}), (2, 19, {"num_beams": 3})])
-def test_latents_through_generate_are_bit_identical(rows, tokens, options):
+def test_latents_through_generate_are_bit_identical(zoo, rows, tokens, options):
     """Latent and rotary key have different widths; the model expands what the cache returns."""
-    model = deepseek()
+    model = zoo.deepseek()
     with KVCoreCache.for_model(model, memory="2MiB") as cache:
         poison(cache.kvcache)
         want = generate(model, batch(rows, tokens), DynamicCache(config=model.config), **options)
@@ -233,9 +171,9 @@ def test_latents_through_generate_are_bit_identical(rows, tokens, options):
         assert {item.name for item in layout.regions} == {"latent", "rope"}
 
 
-def test_a_retracted_row_of_latents_comes_back_bit_identical():
+def test_a_retracted_row_of_latents_comes_back_bit_identical(zoo):
     """The saved bytes are both tensors; its old units are full of NaN when it returns to others."""
-    model = deepseek()
+    model = zoo.deepseek()
     want = DynamicCache(config=model.config)
     with KVCoreCache.for_model(model, memory="2MiB") as cache, torch.inference_mode():
         for one in (want, cache):
@@ -253,16 +191,16 @@ def test_a_retracted_row_of_latents_comes_back_bit_identical():
         kvcache.release("squatter")
 
 
-def test_engine_serves_latents_in_ragged_batches(make_cache, make_requests, greedy):
-    plain, model = deepseek(), deepseek()
+def test_engine_serves_latents_in_ragged_batches(zoo, make_cache, make_requests, greedy):
+    plain, model = zoo.deepseek(), zoo.deepseek()
     requests = make_requests(LENGTHS, new=8)
     results = serve(Engine(model, make_cache(model), chunk=16), requests)
     assert results == {r.id: greedy(plain, r.prompt, r.max_new_tokens) for r in requests}
 
 
 @pytest.mark.parametrize("policy", ["backup", "recompute"])
-def test_retraction_changes_no_token_of_latents(make_cache, make_requests, greedy, policy):
-    plain, model = deepseek(), deepseek()
+def test_retraction_changes_no_token_of_latents(zoo, make_cache, make_requests, greedy, policy):
+    plain, model = zoo.deepseek(), zoo.deepseek()
     requests = make_requests((30, 31, 47), new=20)
     memory = 7 * 16 * 3 * (32 + 16) * 4  # six pages and the null unit
     engine = Engine(model, make_cache(model, memory=memory, policy=policy), chunk=16)
@@ -272,8 +210,8 @@ def test_retraction_changes_no_token_of_latents(make_cache, make_requests, greed
     assert (engine.stats.resumed if policy == "backup" else engine.stats.recomputed) == engine.stats.retractions
 
 
-def test_ragged_rows_of_latents_have_the_logits_of_each_alone(make_cache, prompt):
-    plain, model = deepseek(), deepseek()
+def test_ragged_rows_of_latents_have_the_logits_of_each_alone(zoo, make_cache, prompt):
+    plain, model = zoo.deepseek(), zoo.deepseek()
     model.set_attn_implementation(ATTENTION)
     cache = make_cache(model)
     poison(cache)

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
-import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,91 +14,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 PAGE_BYTES = 3 * 2 * 2 * 16 * 16 * 4
 
 
-def _heed_interrupts() -> None:
-    """Test runners that spread tests over processes ignore SIGINT in them, and a child would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-class Run:
-    """A ``kvcore run`` under way; its stderr is collected with times."""
-
-    def __init__(self, *options: str) -> None:
-        code = "import sys; from kvcore.cli.main import main; sys.exit(main())"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, "run", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "COLUMNS": "200"},
-            preexec_fn=_heed_interrupts,
-        )
-        self.lines: list[tuple[float, str]] = []
-        self._more = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            with self._more:
-                self.lines.append((time.monotonic(), line.strip()))
-                self._more.notify_all()
-
-    def wait_line(self, pattern: str, seconds: float = 120.0) -> re.Match[str]:
-        deadline = time.monotonic() + seconds
-        with self._more:
-            while True:
-                for _, line in self.lines:
-                    if found := re.search(pattern, line):
-                        return found
-                left = deadline - time.monotonic()
-                assert left > 0, f"no line {pattern!r} in {self.text}"
-                self._more.wait(left)
-
-    @property
-    def text(self) -> str:
-        return "\n".join(line for _, line in self.lines)
-
-    def pids(self) -> dict[str, int]:
-        found = self.wait_line(r"prefill process (\d+), decode process (\d+)")
-        return {"prefill": int(found[1]), "decode": int(found[2])}
-
-    def end(self, seconds: float = 240.0) -> tuple[int, str]:
-        assert self.process.stdout is not None
-        out = self.process.stdout.read()
-        code = self.process.wait(timeout=seconds)
-        self._reader.join(timeout=5)
-        return code, out
-
-
-def gone(pid: int, seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not Path(f"/proc/{pid}").exists():
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def prompt_file(path: Path, prompt, shapes) -> str:
-    lines = [
-        {"id": f"r{n}", "token_ids": list(prompt(length, n)), "max_new_tokens": new} for n, (length, new) in shapes
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
 @pytest.fixture
-def busy_prompts(tmp_path, prompt):
+def busy_prompts(run_kit, tmp_path, prompt):
     """One short prompt with a long answer, then prompts that take the prefill process a long time."""
-    return prompt_file(tmp_path / "busy.jsonl", prompt, enumerate([(5, 400), *[(1500, 4)] * 6]))
+    return run_kit.prompt_file(tmp_path / "busy.jsonl", prompt, enumerate([(5, 400), *[(1500, 4)] * 6]))
 
 
-def test_sixteen_prompts_and_bad_ones(tmp_path, prompt, tiny_directory):
+def test_sixteen_prompts_and_bad_ones(run_kit, tmp_path, prompt, tiny_directory):
     """Served, refused one by one, compared, reported: the exit code says that something failed."""
     lengths = (1, 15, 16, 17, 31, 32, 33, 64, 65, 256, 250, 40, 41, 42, 43, 100)
     path = tmp_path / "prompts.jsonl"
-    prompt_file(path, prompt, enumerate((length, 12) for length in lengths))
+    run_kit.prompt_file(path, prompt, enumerate((length, 12) for length in lengths))
     with path.open("a") as file:
         for bad in (
             {"id": "empty", "token_ids": []},
@@ -114,7 +35,7 @@ def test_sixteen_prompts_and_bad_ones(tmp_path, prompt, tiny_directory):
         ):
             file.write(json.dumps(bad) + "\n")
     memory = 100 * PAGE_BYTES
-    run = Run(
+    run = run_kit.Run(
         "--model", str(tiny_directory), "--prompts", str(path), "--json", "--memory", str(memory), "--chunk", "64"
     )
     pids = run.pids()
@@ -143,14 +64,18 @@ def test_sixteen_prompts_and_bad_ones(tmp_path, prompt, tiny_directory):
     served = {item["id"]: item for item in report["results"] if not item["error"]}
     assert len(served) == 16
     assert all(len(item["tokens"]) == 12 for item in served.values())
-    assert all(gone(pid) for pid in pids.values())
+    assert all(run_kit.gone(pid) for pid in pids.values())
 
 
 @pytest.mark.parametrize("policy", ["backup", "recompute", "host_pool"])
-def test_little_memory_retracts(tmp_path, prompt, tiny_directory, policy):
-    path = prompt_file(tmp_path / "p.jsonl", prompt, enumerate((length, 40) for length in (30, 31, 14, 47, 1, 62)))
+def test_little_memory_retracts(run_kit, tmp_path, prompt, tiny_directory, policy):
+    path = run_kit.prompt_file(
+        tmp_path / "p.jsonl", prompt, enumerate((length, 40) for length in (30, 31, 14, 47, 1, 62))
+    )
     memory = str(10 * PAGE_BYTES)
-    run = Run("--model", str(tiny_directory), "--prompts", path, "--json", "--memory", memory, "--retraction", policy)
+    run = run_kit.Run(
+        "--model", str(tiny_directory), "--prompts", path, "--json", "--memory", memory, "--retraction", policy
+    )
     code, out = run.end()
     report = json.loads(out)
     assert (code, report["failed"]) == (0, 0)
@@ -161,9 +86,9 @@ def test_little_memory_retracts(tmp_path, prompt, tiny_directory, policy):
     assert report["ops"]["load"] == 0
 
 
-def test_kill_9_of_the_prefill_process(busy_prompts, tiny_directory):
+def test_kill_9_of_the_prefill_process(run_kit, busy_prompts, tiny_directory):
     """What was not transferred fails typed within ten seconds, what was goes on, and nothing is left."""
-    run = Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
+    run = run_kit.Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
     pids = run.pids()
     run.wait_line(r"r0 pulled")
     os.kill(pids["prefill"], signal.SIGKILL)
@@ -182,11 +107,11 @@ def test_kill_9_of_the_prefill_process(busy_prompts, tiny_directory):
     lost = [item["error"] for item in results.values() if item["error"]]
     assert len(lost) == report["failed"] >= 5
     assert {error["code"] for error in lost} == {"peer_lost"}
-    assert all(gone(pid) for pid in pids.values())
+    assert all(run_kit.gone(pid) for pid in pids.values())
 
 
-def test_kill_9_of_the_decode_process(busy_prompts, tiny_directory):
-    run = Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
+def test_kill_9_of_the_decode_process(run_kit, busy_prompts, tiny_directory):
+    run = run_kit.Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
     pids = run.pids()
     run.wait_line(r"r0 pulled")
     os.kill(pids["decode"], signal.SIGKILL)
@@ -196,12 +121,12 @@ def test_kill_9_of_the_decode_process(busy_prompts, tiny_directory):
     report = json.loads(out)
     assert (code, report["failed"], report["agreement"]) == (1, 7, None)
     assert {item["error"]["code"] for item in report["results"]} == {"peer_lost"}
-    assert all(gone(pid) for pid in pids.values())
+    assert all(run_kit.gone(pid) for pid in pids.values())
 
 
 @pytest.mark.parametrize(("number", "moment"), [(signal.SIGINT, r"r0 pulled"), (signal.SIGTERM, r"prefill process")])
-def test_an_interrupt_ends_cleanly(busy_prompts, tiny_directory, number, moment):
-    run = Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
+def test_an_interrupt_ends_cleanly(run_kit, busy_prompts, tiny_directory, number, moment):
+    run = run_kit.Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
     pids = run.pids()
     run.wait_line(moment)
     run.process.send_signal(number)
@@ -211,16 +136,16 @@ def test_an_interrupt_ends_cleanly(busy_prompts, tiny_directory, number, moment)
     assert (code, out) == (130, "")
     assert "Traceback" not in run.text
     assert "interrupted" in run.text
-    assert all(gone(pid) for pid in pids.values())
+    assert all(run_kit.gone(pid) for pid in pids.values())
 
 
-def test_kill_9_of_the_parent_leaves_no_process(busy_prompts, tiny_directory):
-    run = Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
+def test_kill_9_of_the_parent_leaves_no_process(run_kit, busy_prompts, tiny_directory):
+    run = run_kit.Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
     pids = run.pids()
     run.wait_line(r"r0 pulled")
     run.process.kill()
     run.end()
-    assert all(gone(pid, seconds=15) for pid in pids.values())
+    assert all(run_kit.gone(pid, seconds=15) for pid in pids.values())
 
 
 @pytest.mark.parametrize(
@@ -236,9 +161,9 @@ def test_kill_9_of_the_parent_leaves_no_process(busy_prompts, tiny_directory):
         (("--chunk", "100000"), 2, "chunk"),
     ],
 )
-def test_what_cannot_work_is_refused_before_a_process_is_started(tiny_directory, options, code, words):
+def test_what_cannot_work_is_refused_before_a_process_is_started(run_kit, tiny_directory, options, code, words):
     base = () if "--model" in options else ("--model", str(tiny_directory))
-    run = Run(*base, *options)
+    run = run_kit.Run(*base, *options)
     got, out = run.end(seconds=120)
     assert (got, out) == (code, "")
     assert words in run.text

@@ -7,6 +7,7 @@ import time
 import msgspec
 import pytest
 
+from kvcore.contract import DONE
 from kvcore.errors import (
     DuplicateRequestError,
     HandshakeError,
@@ -128,6 +129,65 @@ def test_most_of_a_long_prompt_is_pulled_before_its_last_chunk(both, prompt):
     event = pair.received["long"]
     assert event.bytes_by_component["full/kv"] == 4 * PAGE_BYTES
     assert event.pulled_early_bytes == 3 * PAGE_BYTES
+
+
+def test_layers_of_the_last_chunk_are_offered_as_they_are_computed(both, tiny_model, prompt, greedy):
+    """All but the last layer, which goes with the offer of the chunk; nothing of other chunks; and once each."""
+    pair = both(chunk=16)
+    request = GenerationRequest("r", prompt(40, 0), 6)
+    calls, attended = [], []
+    offer_layers, attend = pair.sender.offer_layers, pair.caches[0].store.attend
+
+    def spy(name, start, stop, layers, **options):
+        calls.append((name, start, stop, list(layers), options, len(attended)))
+        offer_layers(name, start, stop, layers, **options)
+
+    def spy_attend(layer, *args):
+        attended.append(layer)
+        return attend(layer, *args)
+
+    pair.sender.offer_layers, pair.caches[0].store.attend = spy, spy_attend
+    pair.submit(request)
+    pair.turn(prefill=False)
+    deadline = time.monotonic() + 10
+    while not pair.prefilled:
+        assert time.monotonic() < deadline
+        pair.turn()
+        time.sleep(0.05)  # so that the ask is there before the last chunk
+    # Two chunks of three layers before it, then a layer is offered when the ones below it have been attended to.
+    assert calls == [("r", 32, 40, [layer], {"last": True, "after": DONE}, 6 + layer) for layer in range(2)]
+    pair.drain()
+    assert pair.results["r"] == greedy(tiny_model("llama"), request.prompt, 6)
+    assert pair.received["r"].bytes_by_component == {"full/kv": 3 * PAGE_BYTES}
+    assert pair.all_free()
+
+
+def test_a_forward_pass_that_fails_after_layers_were_offered_is_kept_by_nobody(both, prompt):
+    """What was pulled of the chunk was never committed here."""
+    pair = both(chunk=16)
+    pair.submit(GenerationRequest("r", prompt(20, 0), 6))
+    while pair.prefill._scheduler.live.get("r") is None or not pair.prefill._scheduler.live["r"].computed:
+        pair.turn()
+        time.sleep(0.05)
+
+    def fail(layer, *args):
+        if layer == 2:
+            raise RuntimeError("the device is gone")
+        return attend(layer, *args)
+
+    attend, pair.caches[0].store.attend = pair.caches[0].store.attend, fail
+    with pytest.raises(RuntimeError, match="gone"):
+        pair.prefill.step()
+    pair.caches[0].store.attend = attend
+    deadline = time.monotonic() + 10
+    while "r" not in pair.results:
+        assert time.monotonic() < deadline
+        pair.turn(prefill=False)
+    assert isinstance(pair.results["r"], TransferError)
+    while pair.prefill.busy:
+        assert time.monotonic() < deadline
+        pair.turn()
+    assert pair.all_free()
 
 
 def test_one_token_requests_end_with_the_token_that_came_along(both, tiny_model, make_requests, greedy):

@@ -35,10 +35,11 @@ def kvcore_register_formats() -> Sequence[type[Format]]:
 
 @hookimpl
 def kvcore_register_pools() -> Sequence[type[PoolBuilder]]:
-    """CPU arenas in memfd."""
+    """CPU arenas in memfd, CUDA arenas by torch."""
+    from kvcore.builtin.cuda_pools import CudaPool
     from kvcore.builtin.pools import POOL_BUILDERS
 
-    return POOL_BUILDERS
+    return (*POOL_BUILDERS, CudaPool)
 
 
 @hookimpl

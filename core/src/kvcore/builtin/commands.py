@@ -27,7 +27,7 @@ from kvcore.builtin.geometry import (
     attention_group,
 )
 from kvcore.builtin.layout_command import layout
-from kvcore.config import load_config
+from kvcore.config import load_config, parse_settings
 from kvcore.contract import Command
 from kvcore.plugins import PluginReport, discover, load_plugins, resolve_plugins
 from kvcore.spec import ModelSpec, Shard
@@ -72,18 +72,23 @@ def explain(
     head_dim: HeadDim = HEAD_DIM,
     layers: Layers = LAYERS,
     device: Annotated[str | None, typer.Option(help="Device.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any configuration key; may be repeated.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Show, for each op, the kernel that would run and why each other one was refused."""
     overrides = {"cache.format": format, "cache.page_size": page_size, "cache.device": device}
-    settings = load_config(config, overrides)
+    configured = load_config(config, {**overrides, **parse_settings(settings or ())})
     group = attention_group(heads, kv_heads, head_dim, layers)
-    choices = _choices(settings, ModelSpec("explain", (group,), dtype="fp32"))
+    choices = _choices(configured, ModelSpec("explain", (group,), dtype="fp32"))
     if json:
-        print(json_module.dumps({"format": settings.cache.format, "device": settings.cache.device, "groups": choices}))
+        print(
+            json_module.dumps({"format": configured.cache.format, "device": configured.cache.device, "groups": choices})
+        )
         return
     for prefix, rows in choices.items():
-        table = Table(title=f"{prefix}: {settings.cache.format} on {settings.cache.device}", show_lines=True)
+        table = Table(title=f"{prefix}: {configured.cache.format} on {configured.cache.device}", show_lines=True)
         for title in ("op", "kernel", "refused"):
             table.add_column(title, overflow="fold")
         for row in rows:

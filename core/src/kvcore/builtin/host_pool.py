@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvcore.allocator import UnitAllocator
 from kvcore.builtin.saved import Part, copy_all, offsets_of, part_of
 from kvcore.config import parse_bytes
-from kvcore.contract import DONE, FULL, Backup, Fence, Support, UnitBlock
+from kvcore.contract import DONE, FULL, Backup, CopyQueue, Fence, Support, UnitBlock
 from kvcore.errors import BackupError, CapacityError, ConfigError, nearest
 from kvcore.layout import Int64Array, Layout
 from kvcore.transfer.copier import Copier, InlineCopier, ThreadCopier
@@ -135,12 +135,17 @@ class HostPoolBackup(Backup):
         self._copies: set[_Copy] = set()  # not ended
         self._blocks = UnitAllocator(total // block + 1, name=self.name)  # its first id is never handed out
         self._closed = False
+        self._unpin: Callable[[], None] | None = None
         self.max_bytes = total // block * block
         try:
             self._arena: Bytes = np.empty(self.max_bytes, np.uint8)
             self._arena.fill(0)  # touched now: a retraction must not wait for the kernel to find memory
         except MemoryError as error:
             raise CapacityError("no host memory for the pool", backup=self.name, size=total) from error
+
+    def prepare(self, queue: CopyQueue) -> None:
+        """Pin the whole arena. Raises CapacityError where the system has no more memory to pin."""
+        self._unpin = queue.pin(self._arena)
 
     def carries(self, layout: Layout, component: str) -> Support:
         """Any component: a backup is bytes."""
@@ -247,6 +252,8 @@ class HostPoolBackup(Backup):
             copy.over.wait()
         with self._lock:
             self._entries.clear()
+            if self._unpin is not None:
+                self._unpin()
             self._arena = np.empty(0, np.uint8)
 
     # --- on the thread that copies ---

@@ -6,7 +6,8 @@ kept for the next one, up to ``recycle_bytes``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.builtin.saved import Part, copy_all, offsets_of, part_of
-from kvcore.contract import DONE, FULL, Backup, Fence, Support, UnitBlock
-from kvcore.errors import BackupError
+from kvcore.contract import DONE, FULL, Backup, CopyQueue, Fence, Support, UnitBlock, all_fences
+from kvcore.errors import BackupError, KVCoreError
 from kvcore.layout import Layout
 
 
@@ -25,6 +26,7 @@ class _Saved:
     parts: tuple[Part, ...]
     nbytes: int
     fence: Fence = DONE
+    reads: Fence = DONE  # restores that may still read the buffer
 
 
 class _SaveFence(Fence):
@@ -57,6 +59,12 @@ class HostTensorBackup(Backup):
         self._recycle_bytes = recycle_bytes
         self._saved: dict[str, _Saved] = {}
         self._spare: list[npt.NDArray[np.uint8]] = []
+        self._queue: CopyQueue | None = None
+        self._pinned: dict[int, Callable[[], None]] = {}
+
+    def prepare(self, queue: CopyQueue) -> None:
+        """Pin buffers from now on."""
+        self._queue = queue
 
     def carries(self, layout: Layout, component: str) -> Support:
         """Any component: a backup is bytes."""
@@ -91,12 +99,15 @@ class HostTensorBackup(Backup):
         saved.fence.wait()
         starts = offsets_of(key, saved.parts, blocks)
         try:
-            return copy_all(
+            copies = copy_all(
                 partial(block.copy_in, saved.buffer[start : start + block.nbytes])
                 for block, start in zip(blocks, starts, strict=True)
             )
         except Exception as error:
             raise _failed("restoring a request failed; it is still saved", key, error) from error
+        if not copies.done():
+            saved.reads = all_fences([saved.reads, copies])
+        return copies
 
     def drop(self, key: str) -> None:
         """Forget ``key``, once its copy has ended, and keep its buffer for reuse."""
@@ -118,8 +129,10 @@ class HostTensorBackup(Backup):
         """Wait for copies and free everything."""
         for saved in list(self._saved.values()):
             self._quiet(saved)
+            self._free(saved.buffer)
         self._saved.clear()
-        self._spare.clear()
+        while self._spare:
+            self._free(self._spare.pop())
 
     def _get(self, key: str) -> _Saved:
         try:
@@ -128,10 +141,10 @@ class HostTensorBackup(Backup):
             raise BackupError("no such backup", key=key, held=sorted(self._saved)) from None
 
     def _quiet(self, saved: _Saved) -> None:
-        try:
-            saved.fence.wait()
-        except BackupError:
-            return  # whoever holds the fence is told; here only the end of the copy matters
+        for fence in (saved.fence, saved.reads):
+            # Whoever holds the fence is told; here only the end of the copy matters.
+            with contextlib.suppress(KVCoreError):
+                fence.wait()
 
     def _forget(self, key: str, saved: _Saved) -> None:
         if self._saved.get(key) is saved:
@@ -142,13 +155,21 @@ class HostTensorBackup(Backup):
         fitting = [i for i, buffer in enumerate(self._spare) if buffer.nbytes >= nbytes]
         if fitting:
             return self._spare.pop(min(fitting, key=lambda i: self._spare[i].nbytes))
-        return np.empty(nbytes, np.uint8)
+        buffer = np.empty(nbytes, np.uint8)
+        if self._queue is not None and nbytes:
+            self._pinned[buffer.ctypes.data] = self._queue.pin(buffer)
+        return buffer
+
+    def _free(self, buffer: npt.NDArray[np.uint8]) -> None:
+        unpin = self._pinned.pop(buffer.ctypes.data, None)
+        if unpin is not None:
+            unpin()
 
     def _give(self, buffer: npt.NDArray[np.uint8]) -> None:
         self._spare.append(buffer)
         self._spare.sort(key=lambda item: item.nbytes)
         while self._spare and self.bytes_spare > self._recycle_bytes:
-            self._spare.pop(0)
+            self._free(self._spare.pop(0))
 
 
 def _failed(message: str, key: str, error: Exception) -> BackupError:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvcore.constants import ConstantFields
 from kvcore.contract import (
     DONE,
     FULL,
@@ -62,12 +63,20 @@ class _Access:
     def __init__(self, pool: PoolView, format: Format) -> None:
         self.layout = pool.layout
         self.format = format
-        self.fields = [_FieldAccess(pool, region.name, f) for region in pool.layout.regions for f in region.data_fields]
-        self.page_size = max(1, pool.layout.space_of_range(pool.layout.ranges[0].name).tokens_per_unit)
+        self.constants = ConstantFields(pool)
+        regions = pool.layout.moving_regions
+        self.fields = [_FieldAccess(pool, region.name, f) for region in regions for f in region.data_fields]
+        self.page_size = max(1, pool.layout.space_of_range(pool.layout.token_range).tokens_per_unit)
+
+    def _bound(self, layer: int) -> Format:
+        """The format with the constants of a layer, read anew: they may be set after kernels are bound."""
+        if not self.constants:
+            return self.format
+        return self.format.with_constants(self.layout, self.constants.read(layer))
 
     def write(self, layer: int, rows: Mapping[str, torch.Tensor], slots: torch.Tensor, page_size: int) -> None:
         """Encode ``rows[name][N, H, D]`` and scatter them to ``slots`` (int64 ``[N]``, none negative)."""
-        elements = self.format.encode(self.layout, rows)
+        elements = self._bound(layer).encode(self.layout, rows)
         for access in self.fields:
             values = elements[access.key]
             if tuple(values.shape) != (len(slots), *access.shape):
@@ -88,7 +97,7 @@ class _Access:
             )
             for access in self.fields
         }
-        return self.format.decode(self.layout, elements, dtype)
+        return self._bound(layer).decode(self.layout, elements, dtype)
 
 
 class ReferenceStore(Kernel):

@@ -111,19 +111,11 @@ class TorchCopyUnits(Kernel):
 
     def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> Callable[..., Any]:
         """See :class:`kvcore.contract.Kernel`."""
-        layout = pool.layout
-
-        def arrays(range_name: str) -> list[torch.Tensor]:
-            layout.space_of_range(range_name)
-            if layout.arena == "page_major":
-                return [pool.envelopes()]
-            regions = [region.name for region in layout.regions if range_name in region.ranges]
-            return [pool.units(layer, name) for layer in layout.layers for name in regions]
-
-        targets = {item.name: arrays(item.name) for item in layout.ranges}
+        targets = {item.name: pool.unit_views(item.name) for item in pool.layout.ranges}
 
         def copy_units(range_name: str, src: torch.Tensor, dst: torch.Tensor, after: Fence = DONE) -> Fence:
             after.wait()
+            pool.layout.space_of_range(range_name)
             pairs = list(zip(int64_tensor(src).tolist(), int64_tensor(dst).tolist(), strict=True))
             for units in targets[range_name]:
                 for source, target in pairs:

@@ -186,11 +186,15 @@ def _named(values: Sequence[Any]) -> bool:
 def conversion(mine: Layout, other: Layout) -> dict[str, Any]:
     """Whether units of ``mine`` can be read into ``other``, with how many strided moves a unit, or why not."""
     placed = [item.place({unit_range.name: 2 for unit_range in item.ranges}) for item in (mine, other)]
+    together: dict[tuple[str, ...], list[str]] = {}
+    for region in other.moving_regions:  # what belongs to the model is compared by peers, not moved
+        together.setdefault(region.ranges, []).append(region.component)
     try:
-        program = Program.build(mine, placed[0], other, placed[1])
+        programs = [Program.build(mine, placed[0], other, placed[1], names) for names in together.values()]
     except LayoutError as error:
         return {"possible": False, "reason": str(error)}
-    return {"possible": True, "moves": len(program.moves), "whole_units": program.whole_units}
+    moves = sum(len(program.moves) for program in programs)
+    return {"possible": True, "moves": moves, "whole_units": all(program.whole_units for program in programs)}
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------
@@ -222,7 +226,7 @@ def _title(layout: Layout) -> Text:
         f" revision {layout.revision}, group {layout.group}, {_layers(layout)}, {layout.arena}\n",
         f"units      {units}\n",
         f"envelope   {layout.envelope_bytes:,} B: {len(layout.layers)} × ",
-        f"({' + '.join(f'{region.name} {region.unit_bytes:,}' for region in layout.regions)})\n",
+        f"({' + '.join(f'{region.name} {region.unit_bytes:,}' for region in layout.moving_regions)})\n",
         f"per token  {per_token} B, alignment {_short(layout.alignment_bytes_per_token())} B",
     )
 

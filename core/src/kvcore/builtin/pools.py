@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
-import mmap
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -15,12 +13,10 @@ import numpy.typing as npt
 from kvcore.contract import FULL, Arena, PoolBuilder, Support, unsupported
 from kvcore.errors import CapacityError, ConfigError, StaleHandleError
 from kvcore.layout import Layout
+from kvcore.transfer import memfd
 
 if TYPE_CHECKING:
     import torch
-
-_F_SEAL_FUTURE_WRITE = 0x10
-"""Forbids new writable maps; the owner's stays (Linux 5.1; the constant is missing from Python's fcntl)."""
 
 _HEADROOM_BYTES = 64 << 20
 """Memory an allocation leaves to everybody else."""
@@ -47,20 +43,10 @@ class MemfdArena(Arena):
         if populate:
             _check_available(nbytes)
         self.nbytes = nbytes
-        fd = os.memfd_create(f"kvcore-arena-{next(_NUMBERS)}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, nbytes)
-            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-            mapped = mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            seals = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | _F_SEAL_FUTURE_WRITE
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-        except (OSError, OverflowError) as error:
-            os.close(fd)
-            raise CapacityError("cannot allocate an arena", nbytes=nbytes, reason=str(error)) from error
+        fd, array = memfd.create(f"kvcore-arena-{next(_NUMBERS)}", nbytes, populate=populate)
         self.fd: int | None = fd
-        # The array owns the map: mmap.close() would refuse while views exist, dropping the last reference never does.
-        self._array: npt.NDArray[np.uint8] | None = np.frombuffer(mapped, np.uint8)
-        self.address = int(self._array.ctypes.data)
+        self._array: npt.NDArray[np.uint8] | None = array
+        self.address = int(array.ctypes.data)
 
     def array(self) -> npt.NDArray[np.uint8]:
         """The whole arena as ``uint8 [nbytes]``; raises StaleHandleError after :meth:`close`."""

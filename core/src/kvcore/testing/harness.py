@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,9 +94,11 @@ class Subject(Registry):
         format: Format | None = None,
         backup: Callable[[], Backup] | None = None,
         transport: Callable[[], Transport] | None = None,
+        state: StateComponent | None = None,
     ) -> None:
         super().__init__([])
         self._base = base
+        self._state = state
         self._format, self._backup, self._transport = format, backup, transport
 
     def format(self, name: str, **options: Any) -> Format:
@@ -124,8 +126,8 @@ class Subject(Registry):
         return self._base.index_spaces()
 
     def state_components(self) -> list[StateComponent]:
-        """State components of the base."""
-        return self._base.state_components()
+        """The state component under test, or those of the base."""
+        return self._base.state_components() if self._state is None else [self._state]
 
 
 @contextmanager
@@ -156,7 +158,7 @@ class View:
         self.layout: Layout = cache.layouts[group.prefix]
         self.pool = cache.store.pools[group.prefix]
         self.map = Map(self.layout, {name: n for spans in self.pool.placement.ranges.values() for name, _, n in spans})
-        self.range = self.layout.ranges[0].name
+        self.range = next(r.ranges[0] for r in self.layout.moving_regions)
         self.page_size = self.layout.space_of_range(self.range).tokens_per_unit
 
     @property
@@ -165,22 +167,30 @@ class View:
         return self.pool.arena.array()
 
     def poison(self) -> None:
-        """Fill everything but null units."""
-        keep = self.null_bytes().copy()
+        """Fill everything but null units and what belongs to the model."""
+        null, constant = self.null_bytes(), self.constant_bytes()
+        kept = self.arena[constant].copy()
         self.arena[:] = POISON
-        self.arena[keep] = 0
+        self.arena[null] = 0
+        self.arena[constant] = kept
 
     def null_bytes(self) -> Any:
         """Addresses of every null unit."""
-        firsts = {first for spans in self.pool.placement.ranges.values() for _, first, _ in spans}
+        return self._bytes_of({name: [n for _, n, _ in spans] for name, spans in self.pool.placement.ranges.items()})
+
+    def constant_bytes(self) -> Any:
+        """Addresses of every constant unit."""
+        return self._bytes_of({region.name: self.map.ids[region.name][1:] for region in self.layout.constant_regions})
+
+    def _bytes_of(self, units: Mapping[str, Sequence[int]]) -> Any:
         spans = [
             np.arange(span.start, span.stop)
             for layer in self.layout.layers
-            for region in self.layout.regions
-            for unit in firsts
-            for span in [self.map.unit(layer, region.name, unit)]
+            for region, ids in units.items()
+            for unit in ids
+            for span in [self.map.unit(layer, region, unit)]
         ]
-        return np.concatenate(spans)
+        return np.concatenate([np.zeros(0, np.int64), *spans])
 
     def rows(self, tokens: int, seed: int, layer: int = 0) -> dict[str, torch.Tensor]:
         """Random rows of every tensor, of widely differing size."""

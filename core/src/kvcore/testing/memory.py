@@ -63,20 +63,27 @@ class Map:
 
     def __init__(self, layout: Layout, units: Mapping[str, int]) -> None:
         self.layout = layout
-        self.count = {r.name: sum(units[name] for name in r.ranges) for r in layout.regions}
+        self.ids = {
+            r.name: [_first(layout, units, name) + n for name in r.ranges for n in range(units[name])]
+            for r in layout.regions
+        }
+        """Unit ids of every region, ascending."""
         self.starts: dict[tuple[int, str], tuple[int, int]] = {}
-        """Layer and region → offset of unit 0, and the step to the next unit."""
-        envelope = len(layout.layers) * sum(region.unit_bytes for region in layout.regions)
-        at = 0
-        for layer in layout.layers:
-            for region in layout.regions:
-                if layout.arena == "page_major":
-                    self.starts[layer, region.name] = (at, envelope)
-                    at += region.unit_bytes
-                else:
-                    self.starts[layer, region.name] = (at, region.unit_bytes)
-                    at += region.unit_bytes * self.count[region.name]
-        self.arena_bytes = at if layout.arena == "layer_major" else envelope * self.count[layout.regions[0].name]
+        """Layer and region → where unit 0 is or would be, and the step to the next unit."""
+        self.arena_bytes = 0
+        everywhere = [(layer, region) for layer in layout.layers for region in layout.regions]
+        arrays = [[place] for place in everywhere]
+        if layout.arena == "page_major":
+            kinds = list(dict.fromkeys(region.ranges for region in layout.regions))
+            arrays = [[place for place in everywhere if place[1].ranges == kind] for kind in kinds]
+        for places in arrays:
+            step = sum(region.unit_bytes for _, region in places)
+            low, high = self.ids[places[0][1].name][0], self.ids[places[0][1].name][-1] + 1
+            at = max(0, self.arena_bytes - low * step)
+            self.arena_bytes = at + high * step
+            for layer, region in places:
+                self.starts[layer, region.name] = (at, step)
+                at += region.unit_bytes
 
     def unit(self, layer: int, region: str, unit: int) -> slice:
         """The bytes of one unit."""
@@ -106,6 +113,12 @@ class Map:
         """Bytes with meaning of one unit of a component, all layers."""
         regions = [r for r in self.layout.regions if r.component == component]
         return len(self.layout.layers) * sum(element_bytes(f).size for r in regions for f in r.data_fields)
+
+
+def _first(layout: Layout, units: Mapping[str, int], name: str) -> int:
+    """First unit of a range: past every range that comes before it in some region."""
+    before = [r.ranges[: r.ranges.index(name)] for r in layout.regions if name in r.ranges]
+    return max((_first(layout, units, part[-1]) + units[part[-1]] for part in before if part), default=0)
 
 
 def pattern(nbytes: int, seed: int) -> Bytes:

@@ -1,26 +1,30 @@
 """The suite for state components: what can be checked without a model that computes the state.
 
-Their layout, their sizes, and that their bytes survive retraction are checked. Values, checkpoints and rollback are
-not: those belong to the model that writes the state.
+Their layout and sizes are checked, and that a cache hands out zeroed slots, which go with their request through retraction
+and transfer. Values, checkpoints and rollback are not: those belong to the model that writes the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import ClassVar, get_args
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from kvcore.cache import KVCache
+from kvcore.config import load_config
 from kvcore.contract import FULL, StateComponent, unsupported
-from kvcore.layout import ArenaOrder, Layout
+from kvcore.layout import ArenaOrder, Int64Array, Layout
 from kvcore.plugins import load_plugins
 from kvcore.pool import Pool
 from kvcore.registry import Registry
-from kvcore.spec import LayerGroup, Shard
+from kvcore.spec import LayerGroup, ModelSpec, Shard
 from kvcore.store import choose_builder
-from kvcore.testing.harness import skip_unsupported
-from kvcore.testing.memory import POISON, Map, element_bytes
+from kvcore.testing.harness import Subject, pull, skip_unsupported
+from kvcore.testing.memory import POISON, Map, element_bytes, pattern
 from kvcore.testing.sample import GROUPS, STATE_GROUPS
 
 
@@ -108,3 +112,96 @@ class StateComponentSuite:
         finally:
             backup.close()
             pool.close()
+
+    def test_is_zero_when_handed_out(
+        self, layout: Layout, registry: Registry, component: StateComponent, group: LayerGroup
+    ) -> None:
+        """Every request of a step has a slot of its own, zeroed though the pool was full of 0xFF; nothing else changes."""
+        with _cache(registry, component, group, layout) as cache:
+            places = _poisoned(cache, group)
+            mine = np.zeros(places.arena_bytes, bool)
+            for name in ("a", "b"):
+                cache.admit(name, 3)
+            with cache.begin([("a", 3), ("b", 1)]) as step:
+                for item in layout.ranges:
+                    slots = step.state_slots(group.prefix, item.name).tolist()
+                    assert len(set(slots)) == 2
+                    assert min(slots) > 0
+                    for region in layout.regions:
+                        if item.name in region.ranges:
+                            for layer in layout.layers:
+                                for slot in slots:
+                                    mine[places.unit(layer, region.name, slot)] = True
+                step.commit()
+            arena = cache.store.pools[group.prefix].arena.array()
+            assert not arena[mine].any()
+            assert arena[~mine].max() == POISON
+            assert (arena[~mine] == POISON).sum() == (~mine).sum() - _null_bytes(layout)
+
+    def test_goes_with_its_request(
+        self, layout: Layout, registry: Registry, component: StateComponent, group: LayerGroup
+    ) -> None:
+        """Retracted and resumed into other slots, then pulled by another cache: every element, bit for bit."""
+        other = replace(layout, arena="layer_major" if layout.arena == "page_major" else "page_major")
+        with _cache(registry, component, group, layout) as cache, _cache(registry, component, group, other) as target:
+            _poisoned(target, group)
+            cache.poison_freed = True
+            cache.admit("a", 8)
+            with cache.begin([("a", 8)]) as step:
+                step.commit()
+            arena = cache.store.pools[group.prefix].arena.array()
+            written = _elements(cache, group, "a")
+            for n, where in enumerate(written.values()):
+                arena[where] = pattern(where.size, n).reshape(where.shape)
+            want = {key: arena[where].copy() for key, where in written.items()}
+            assert want
+            handle = cache.retract("a")
+            cache.admit("tenant", 1)  # takes the slot
+            cache.resume(handle)
+            for key, where in _elements(cache, group, "a").items():
+                np.testing.assert_array_equal(arena[where], want[key], str(key))
+            pull(cache, target, "a", 8)
+            for key, where in _elements(target, group, "a").items():
+                got = target.store.pools[group.prefix].arena.array()[where]
+                np.testing.assert_array_equal(got, want[key], str(key))
+
+
+@contextmanager
+def _cache(registry: Registry, component: StateComponent, group: LayerGroup, layout: Layout) -> Iterator[KVCache]:
+    """A cache for three requests of this group alone."""
+    memory = Map(layout, dict.fromkeys((item.name for item in layout.ranges), 64)).arena_bytes
+    config = load_config(None, {"cache.memory": memory, "cache.max_requests": 3, "cache.arena": layout.arena})
+    model = ModelSpec("conformance", (group,), "fp32")
+    with KVCache.create(model, config, Subject(registry, state=component)) as cache:
+        yield cache
+
+
+def _map(cache: KVCache, group: LayerGroup) -> Map:
+    return Map(cache.layouts[group.prefix], cache.capacity.units[group.prefix])
+
+
+def _poisoned(cache: KVCache, group: LayerGroup) -> Map:
+    """Fill all slots but null ones."""
+    places, arena = _map(cache, group), cache.store.pools[group.prefix].arena.array()
+    arena[:] = POISON
+    for region in places.layout.regions:
+        for layer in places.layout.layers:
+            arena[places.unit(layer, region.name, places.ids[region.name][0])] = 0
+    return places
+
+
+def _null_bytes(layout: Layout) -> int:
+    return sum(region.unit_bytes for region in layout.regions) * len(layout.layers)
+
+
+def _elements(cache: KVCache, group: LayerGroup, request: str) -> dict[tuple[int, str, str], Int64Array]:
+    """Byte addresses of every element of a request's state, by layer, region and field."""
+    places = _map(cache, group)
+    return {
+        (layer, region.name, field.name): places.element(layer, region.name, field, int(unit), None)
+        for region in places.layout.regions
+        for name in region.ranges
+        for unit in cache.units(request, group.prefix, name)
+        for layer in places.layout.layers
+        for field in region.data_fields
+    }

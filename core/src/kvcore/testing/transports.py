@@ -107,7 +107,7 @@ class Peers:
         for layer in self.target_map.layout.layers:
             for region in self.target_map.layout.regions:
                 for field in region.data_fields:
-                    for unit in range(self.target_map.count[region.name]):
+                    for unit in self.target_map.ids[region.name]:
                         where = self.target_map.element(layer, region.name, field, unit, None)
                         out[where] = arena[where]
         return out

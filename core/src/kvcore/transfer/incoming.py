@@ -106,6 +106,37 @@ def check_tables(
     return taken, missing
 
 
+def check_offer(record: Incoming, offer: control.Offer) -> None:
+    """Raise ProtocolError for an offer that does not follow the one before, or goes beyond the ask."""
+    if record.complete or offer.seq != record.next_seq or offer.start != record.tokens or offer.stop < offer.start:
+        raise ProtocolError(
+            "offers do not follow one another", request=record.request, seq=offer.seq, start=offer.start,
+            stop=offer.stop, expected_seq=record.next_seq, expected_start=record.tokens, complete=record.complete,
+        )  # fmt: skip
+    if offer.stop > record.stop or (offer.last and offer.stop != record.stop):
+        raise ProtocolError("offer does not fit the ask", request=record.request, expected=record.stop, got=offer.stop)
+
+
+def check_complete(plan: PeerPlan, record: Incoming) -> None:
+    """Raise TransferError, naming component and layers, where the sender did not offer everything asked for."""
+    for (group, range_name, component), lacking in record.missing.items():
+        if lacking.any():
+            units = np.flatnonzero(lacking.any(axis=0))
+            raise TransferError(
+                "the sender did not offer every unit asked for", request=record.request, group=group,
+                range=range_name, component=component, first_missing=int(units[0]), missing=int(units.size),
+                layers=[layer for layer, row in zip(plan.layers[group], lacking, strict=True) if row.any()],
+            )  # fmt: skip
+
+
+def check_commit(record: Incoming, commit: control.Commit) -> None:
+    """Raise ProtocolError for a commit that nobody asked for, or of something else than what was pulled."""
+    got = (commit.num_tokens, commit.num_offers, commit.nbytes)
+    expected = (record.stop, record.next_seq, record.nbytes)
+    if record.asked_commit_at is None or got != expected:
+        raise ProtocolError("commit does not match what was pulled", request=record.request, expected=expected, got=got)
+
+
 def pull_of(plan: PeerPlan, record: Incoming, offer: control.Offer) -> Pull:
     """What to read for an offer.
 

@@ -33,6 +33,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         endpoint: opaque record of the transport; empty for a receiver.
         shard: which part of the model this rank holds.
         ranks: its place among the ranks of its engine.
+        constants: by layer group, digests of the values that belong to the model instead of a request (per-tensor
+            scales); what two ranks both hold must be equal, since it gives the moved bytes their meaning.
         checksum: how commits prove the bytes that were read, ``none`` or ``crc32``.
         protocol: version of the control messages.
     """
@@ -46,6 +48,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: bytes = b""
     shard: Shard = Shard()
     ranks: Ranks = Ranks()
+    constants: dict[str, dict[str, str]] = {}
     checksum: Checksum = "none"
     protocol: tuple[int, int] = PROTOCOL
 
@@ -110,10 +113,20 @@ def check_peers(local: Manifest, remote: Manifest) -> None:
     for group, layout in local.layouts.items():
         if group in remote.layouts:
             _check_layouts(group, layout, remote.layouts[group])
+            _check_constants(group, local.constants.get(group, {}), remote.constants.get(group, {}))
 
 
 def _refuse(field: str, local: Any, remote: Any, remedy: str = "", **where: Any) -> NoReturn:
     raise HandshakeError(f"peers differ in {field}", remedy=remedy, field=field, local=local, remote=remote, **where)
+
+
+def _check_constants(group: str, local: dict[str, str], remote: dict[str, str]) -> None:
+    for name in sorted(local.keys() & remote.keys()):
+        if local[name] != remote[name]:
+            _refuse(
+                "constants", local[name], remote[name], "give both sides the same calibrated scales", group=group,
+                constant=name,
+            )  # fmt: skip
 
 
 def _check_layouts(group: str, local: Layout, remote: Layout) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import KVCoreError, RequestError
+from kvcore.errors import RequestError
 from kvcore.transfer import control
 from kvcore.transfer.manifest import Manifest
 from kvcore.transfer.payload import Payload
@@ -160,17 +161,25 @@ class Outgoing:
         return any(lease is not None and now >= lease for lease in leases)
 
 
-@dataclass
-class Ended:
-    """A request that ended before every rank that may want it had asked.
-
-    Attributes:
-        error: why.
-        told: ``(engine, rank)`` of those who know.
-    """
-
-    error: KVCoreError
-    told: set[tuple[str, int]] = field(default_factory=set)
+def check_offer(record: Outgoing, start: int, stop: int, *, last: bool, engine_data: bytes) -> None:
+    """Raise RequestError for an offer that does not follow what was offered before."""
+    facts: dict[str, Any] = {"request": record.request, "start": start, "stop": stop}
+    if record.complete:
+        raise RequestError("the prompt is complete, nothing more can be offered", **facts)
+    if start != record.offered_tokens or not start <= stop <= record.num_tokens:
+        raise RequestError(
+            "offers must follow one another", **facts, expected=record.offered_tokens, num_tokens=record.num_tokens
+        )
+    if last and stop != record.num_tokens:
+        raise RequestError("the last offer does not end the prompt", **facts, num_tokens=record.num_tokens)
+    if len(engine_data) > control.MAX_ENGINE_DATA_BYTES or (engine_data and not last):
+        raise RequestError(
+            "engine data goes with the last offer and is bounded",
+            request=record.request,
+            limit_bytes=control.MAX_ENGINE_DATA_BYTES,
+            got_bytes=len(engine_data),
+            last=last,
+        )
 
 
 def check_payloads(manifest: Manifest, record: Outgoing, payloads: Sequence[Payload]) -> Ends:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
 import structlog
 
 from kvcore.contract import PeerConnection
@@ -30,7 +29,16 @@ from kvcore.errors import (
 from kvcore.layout import Int64Array
 from kvcore.transfer import control
 from kvcore.transfer.checksums import pack_sources
-from kvcore.transfer.incoming import Incoming, Read, check_tables, pull_of, terminal
+from kvcore.transfer.incoming import (
+    Incoming,
+    Read,
+    check_commit,
+    check_complete,
+    check_offer,
+    check_tables,
+    pull_of,
+    terminal,
+)
 from kvcore.transfer.manifest import Manifest, check_peers, check_protocol, decode_manifest
 from kvcore.transfer.payload import Payload
 from kvcore.transfer.plan import PeerPlan
@@ -353,15 +361,7 @@ class ReceiverSession(Session[ReceiveEvent]):
             self._fail(record, error)
 
     def _offered(self, record: Incoming, offer: control.Offer) -> None:
-        if record.complete or offer.seq != record.next_seq or offer.start != record.tokens or offer.stop < offer.start:
-            raise ProtocolError(
-                "offers do not follow one another", request=record.request, seq=offer.seq, start=offer.start,
-                stop=offer.stop, expected_seq=record.next_seq, expected_start=record.tokens, complete=record.complete,
-            )  # fmt: skip
-        if offer.stop > record.stop or (offer.last and offer.stop != record.stop):
-            raise ProtocolError(
-                "offer does not fit the ask", request=record.request, expected=record.stop, got=offer.stop
-            )
+        check_offer(record, offer)
         assert self.plan is not None
         assert self.connection is not None
         pull = pull_of(self.plan, record, offer)
@@ -422,19 +422,12 @@ class ReceiverSession(Session[ReceiveEvent]):
     def _maybe_ask_commit(self, record: Incoming) -> None:
         if not record.complete or record.reads or record.asked_commit_at is not None:
             return
-        for (group, range_name, component), lacking in record.missing.items():
-            if lacking.any():
-                self._fail(
-                    record,
-                    TransferError(
-                        "the sender did not offer every unit asked for", request=record.request, group=group,
-                        range=range_name, component=component,
-                        first_missing=int(np.flatnonzero(lacking.any(axis=0))[0]),
-                        layers=[layer for layer, row in zip(self._layers(group), lacking, strict=True) if row.any()],
-                        missing=int(lacking.any(axis=0).sum()),
-                    ),
-                )  # fmt: skip
-                return
+        assert self.plan is not None
+        try:
+            check_complete(self.plan, record)
+        except TransferError as error:
+            self._fail(record, error)
+            return
         self._ask_commit(record)
 
     def _ask_commit(self, record: Incoming) -> None:
@@ -449,18 +442,10 @@ class ReceiverSession(Session[ReceiveEvent]):
             )
         )
 
-    def _layers(self, group: str) -> tuple[int, ...]:
-        return self.plan.layers[group] if self.plan is not None else ()
-
     def _committed(self, record: Incoming, commit: control.Commit) -> None:
         if record.commit is not None:
             return  # the answer to a report that was repeated
-        got = (commit.num_tokens, commit.num_offers, commit.nbytes)
-        if record.asked_commit_at is None or got != (record.stop, record.next_seq, record.nbytes):
-            raise ProtocolError(
-                "commit does not match what was pulled", request=record.request,
-                expected=(record.stop, record.next_seq, record.nbytes), got=got,
-            )  # fmt: skip
+        check_commit(record, commit)
         if self._checksums is not None:
             assert self.plan is not None
             self._checksums.check(self.plan, record.landed, commit.checksums, record.request)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import structlog
 
@@ -28,7 +27,7 @@ from kvcore.errors import (
 from kvcore.transfer import control
 from kvcore.transfer.checksums import SenderChecksums
 from kvcore.transfer.manifest import Manifest, check_peers, check_protocol, decode_manifest
-from kvcore.transfer.outgoing import Ask, Asker, Ended, Offered, Outgoing, PeerState, Reader, check_payloads
+from kvcore.transfer.outgoing import Ask, Asker, Offered, Outgoing, PeerState, Reader, check_offer, check_payloads
 from kvcore.transfer.payload import Payload
 from kvcore.transfer.session import (
     Clock,
@@ -41,11 +40,9 @@ from kvcore.transfer.session import (
     add_bytes,
     left,
 )
+from kvcore.transfer.waiting import Waiting
 
 _log = structlog.get_logger("kvcore.transfer.sender")
-
-_MAX_ENDED = 4096
-"""Most ended requests remembered for asks that come too late."""
 
 
 class SenderSession(Session[SendEvent]):
@@ -66,8 +63,7 @@ class SenderSession(Session[SendEvent]):
         self._components = frozenset(c for layout in manifest.layouts.values() for c in layout.components)
         self._peers: dict[Peer, PeerState] = {}
         self._requests: dict[str, Outgoing] = {}
-        self._pending: dict[str, dict[Peer, Ask]] = {}
-        self._ended: dict[str, Ended] = {}
+        self._waiting = Waiting()
 
     # --- the engine's calls ---
 
@@ -81,9 +77,8 @@ class SenderSession(Session[SendEvent]):
             raise RequestError("a prompt cannot have a negative length", request=request, got=num_tokens)
         if request in self._requests:
             raise DuplicateRequestError("request is being sent already", request=request)
-        self._ended.pop(request, None)
         record = self._requests[request] = Outgoing(request, num_tokens)
-        for ask in self._pending.pop(request, {}).values():
+        for ask in self._waiting.begin(request):
             self._attach(record, ask)
 
     def offer(
@@ -104,23 +99,7 @@ class SenderSession(Session[SendEvent]):
         with nothing changed, for anything else.
         """
         record = self._known(request)
-        facts: dict[str, Any] = {"request": request, "start": start, "stop": stop}
-        if record.complete:
-            raise RequestError("the prompt is complete, nothing more can be offered", **facts)
-        if start != record.offered_tokens or not start <= stop <= record.num_tokens:
-            raise RequestError(
-                "offers must follow one another", **facts, expected=record.offered_tokens, num_tokens=record.num_tokens
-            )
-        if last and stop != record.num_tokens:
-            raise RequestError("the last offer does not end the prompt", **facts, num_tokens=record.num_tokens)
-        if len(engine_data) > control.MAX_ENGINE_DATA_BYTES or (engine_data and not last):
-            raise RequestError(
-                "engine data goes with the last offer and is bounded",
-                request=request,
-                limit_bytes=control.MAX_ENGINE_DATA_BYTES,
-                got_bytes=len(engine_data),
-                last=last,
-            )
+        check_offer(record, start, stop, last=last, engine_data=engine_data)
         ends = check_payloads(self.manifest, record, payloads)
         record.ends.update(ends)
         record.offers.append(Offered(start, stop, tuple(payloads), last))
@@ -236,24 +215,17 @@ class SenderSession(Session[SendEvent]):
                         "lease ended before the receiver acknowledged", request=record.request, lease_s=options.lease_s
                     ),
                 )
-        for request, asks in list(self._pending.items()):
-            for ask in list(asks.values()):
-                if now - ask.asked_at >= options.ask_timeout_s:
-                    self._unask(
-                        request,
-                        ask,
-                        TransferExpiredError(
-                            "the sender's engine never began the request",
-                            request=request,
-                            ask_timeout_s=options.ask_timeout_s,
-                        ),
-                    )
+        for request, ask in self._waiting.asked_before(now - options.ask_timeout_s):
+            error = TransferExpiredError(
+                "the sender's engine never began the request", request=request, ask_timeout_s=options.ask_timeout_s
+            )
+            self._unask(request, ask, error)
 
     def close(self, reason: str = "sender closed") -> None:
         """Fail everything and say goodbye. Idempotent."""
         for record in list(self._requests.values()):
             self._fail(record, TransferAbortedError(reason, request=record.request))
-        self._pending.clear()
+        self._waiting.clear()
         for peer, state in list(self._peers.items()):
             error = PeerLostError(reason, instance=self.instance)
             self._post(peer, control.Bye(src=self.instance, dst=state.instance, error=control.WireError.of(error)))
@@ -300,30 +272,22 @@ class SenderSession(Session[SendEvent]):
             if peer != culprit and not reader.acked:
                 self._tell(record.request, reader.asker, error)
         if not record.everyone_asked:
-            # So that an ask still on its way need not wait for a second begin.
-            self._ended[record.request] = Ended(error, told)
-            while len(self._ended) > _MAX_ENDED:
-                del self._ended[next(iter(self._ended))]
+            self._waiting.end(record.request, error, told)
         self._events.append(SendFailed(record.request, error))
 
     def _unask(self, request: str, ask: Ask, error: KVCoreError, *, culprit: Peer | None = None) -> None:
         """Forget an ask for what is not begun, and those of the engine's other ranks with it."""
-        asks = self._pending.get(request, {})
-        for peer in [peer for peer, item in asks.items() if item.engine == ask.engine]:
-            dropped = asks.pop(peer)
-            if peer != culprit:
+        for dropped in self._waiting.drop(request, ask.engine):
+            if dropped.asker.peer != culprit:
                 self._tell(request, dropped.asker, error)
-        if not asks:
-            self._pending.pop(request, None)
 
     def _drop(self, peer: Peer, error: KVCoreError) -> None:
         """A receiver is gone: its requests fail, for the other ranks of its engine too."""
         state = self._peers.pop(peer, None)
         if self.checksums is not None:
             self.checksums.forget(peer)
-        for request, asks in list(self._pending.items()):
-            if peer in asks:
-                self._unask(request, asks[peer], error, culprit=peer)
+        for request, ask in self._waiting.asked_by(peer):
+            self._unask(request, ask, error, culprit=peer)
         for record in list(self._requests.values()):
             reader = record.readers.get(peer)
             waits = state is not None and record.engine == state.engine and not record.everyone_asked
@@ -374,30 +338,22 @@ class SenderSession(Session[SendEvent]):
     def _ask(self, peer: Peer, state: PeerState, message: control.Ask) -> None:
         asker = Asker(peer, message.attempt)
         ask = Ask(asker, state.engine, message.start, message.stop, message.layerwise, self._clock())
-        record, asks = self._requests.get(message.request), self._pending.get(message.request, {})
-        holder = record.readers.get(peer) if record is not None else asks.get(peer)
+        record = self._requests.get(message.request)
+        holder = self._waiting.get(message.request, peer) if record is None else record.readers.get(peer)
         if holder is not None and holder.asker == ask.asker:
             return  # said twice
-        others = {record.engine} if record is not None and record.engine else {item.engine for item in asks.values()}
+        others = {record.engine} if record is not None and record.engine else self._waiting.engines(message.request)
         if holder is not None or (others and others != {ask.engine}):
             error = DuplicateRequestError("request is being pulled already", request=message.request)
-            self._tell(message.request, ask.asker, error)
+            self._tell(message.request, asker, error)
+            return
+        ended = None if record is not None else self._waiting.end_for(message.request, state)
+        if ended is not None:
+            self._tell(message.request, asker, ended)
         elif record is not None:
             self._attach(record, ask)
-        elif not self._tell_ended(message.request, ask, state):
-            self._pending.setdefault(message.request, {})[peer] = ask
-
-    def _tell_ended(self, request: str, ask: Ask, state: PeerState) -> bool:
-        """Answer an ask for a request that has ended already, once for every rank."""
-        ended = self._ended.get(request)
-        who = (state.engine, state.rank)
-        if ended is None or who in ended.told or any(engine != state.engine for engine, _ in ended.told):
-            return False
-        ended.told.add(who)
-        if len(ended.told) == state.num_ranks:
-            del self._ended[request]
-        self._tell(request, ask.asker, ended.error)
-        return True
+        else:
+            self._waiting.add(message.request, ask)
 
     def _attach(self, record: Outgoing, ask: Ask) -> None:
         if not ask.start <= ask.stop == record.num_tokens:
@@ -527,7 +483,7 @@ class SenderSession(Session[SendEvent]):
         self._events.append(SendDone(record.request, message.attempt, record.num_tokens, record.total_bytes(), early))
 
     def _aborted(self, peer: Peer, message: control.Abort) -> None:
-        ask = self._pending.get(message.request, {}).get(peer)
+        ask = self._waiting.get(message.request, peer)
         if ask is not None and ask.asker.attempt == message.attempt:
             self._unask(message.request, ask, message.error.unpack(), culprit=peer)
         held = self._held(peer, message.request, message.attempt)
@@ -537,7 +493,7 @@ class SenderSession(Session[SendEvent]):
     def _renew(self, peer: Peer, message: control.Heartbeat) -> None:
         for item in message.renew:
             asker = Asker(peer, item.attempt)
-            ask = self._pending.get(item.request, {}).get(peer)
+            ask = self._waiting.get(item.request, peer)
             held = self._held(peer, item.request, item.attempt)
             if held is not None:
                 self._renew_lease(held[1])

@@ -4,30 +4,26 @@ The owner listens on a Unix socket in the abstract namespace and hands its memfd
 same user that presents the token from the endpoint record. The connection then stays open and means one thing: the
 owner lives. There is no name in any file system, so nothing is left behind however a process ends, and an attached
 process can neither resize, write nor remove what it maps.
+
+Arenas on a device cannot be mapped. Their owner copies units into a ring of pinned shared memory when a reader asks, on
+a second connection (:mod:`kvcore.transfer.stage_server`); a reader whose own arenas are on a device goes through pinned
+memory of its own (:mod:`kvcore.transfer.stage_reader`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hmac
 import itertools
-import mmap
 import os
-import secrets
 import select
 import socket
-import struct
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
-import structlog
 
+from kvcore.config import parse_bytes
 from kvcore.contract import (
     FULL,
     Arena,
@@ -37,156 +33,37 @@ from kvcore.contract import (
     Support,
     Transport,
     TransportTraits,
-    unsupported,
 )
-from kvcore.errors import LayoutError, PeerLostError, TransferError, UnsupportedError
+from kvcore.errors import ConfigError, LayoutError, PeerLostError, TransferError, UnsupportedError
 from kvcore.layout import Layout
+from kvcore.moves import Program
 from kvcore.transfer.copier import Copier, CopyTask, ThreadCopier
+from kvcore.transfer.memfd import Bytes
+from kvcore.transfer.memfd import Mapping as MappedArena
+from kvcore.transfer.shm_server import HEADER, ShmEndpoint, ShmServer, peer_uid
+from kvcore.transfer.stage_reader import StagedJob, StagedReads, StagedTask
+from kvcore.transfer.stage_server import Device
+from kvcore.transfer.windows import Windows, windows_of
 
-_log = structlog.get_logger("kvcore.transfer.shm")
+__all__ = ["ShmConnection", "ShmEndpoint", "ShmTransport"]
 
-_F_GET_SEALS = 1034
-_F_SEAL_SHRINK = 0x0002
-_TOKEN_BYTES = 32
 _MAX_FDS = 253  # SCM_MAX_FD
 _CONNECT_TIMEOUT_S = 5.0
-_RETRY_S = 0.05
-_HEADER = struct.Struct("<I")
-
-
-class ShmEndpoint(msgspec.Struct, frozen=True):
-    """Endpoint record of a transport: where to fetch the descriptors.
-
-    Attributes:
-        name: abstract socket name, without the leading zero byte.
-        token: secret that the peer has to present.
-        arenas: size in bytes by layer group; empty arenas are not among them.
-    """
-
-    name: str
-    token: bytes
-    arenas: dict[str, int]
-
-
-def _peer_uid(conn: socket.socket) -> int:
-    _, uid, _ = struct.unpack("3i", conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(uid)
-
-
-class _Server:
-    """Hands out descriptors; one thread, ends with :meth:`close`."""
-
-    def __init__(self, arenas: Mapping[str, int], fds: Sequence[int]) -> None:
-        self.record = ShmEndpoint(f"kvcore-{secrets.token_hex(16)}", secrets.token_bytes(_TOKEN_BYTES), dict(arenas))
-        self._fds = list(fds)
-        self._clients: dict[int, tuple[socket.socket, bytearray]] = {}
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        self._poll = select.epoll()
-        try:
-            self._listener.bind("\0" + self.record.name)
-            self._listener.listen(64)
-            for fd in (self._wake, self._listener.fileno()):
-                self._poll.register(fd, select.EPOLLIN)
-            self._thread = threading.Thread(target=self._run, name="kvcore-shm-server", daemon=True)
-            self._thread.start()
-        except BaseException:
-            self._release()
-            raise
-
-    def close(self) -> None:
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        self._release()
-
-    def _release(self) -> None:
-        for conn, _ in self._clients.values():
-            conn.close()
-        self._clients.clear()
-        self._listener.close()
-        self._poll.close()
-        os.close(self._wake)
-
-    def _run(self) -> None:
-        while True:
-            for fd, _ in self._poll.poll():
-                if fd == self._wake:
-                    return
-                if fd == self._listener.fileno():
-                    self._accept()
-                else:
-                    self._receive(fd)
-
-    def _accept(self) -> None:
-        try:
-            conn, _ = self._listener.accept()
-        except OSError as error:  # the client is gone already, or descriptors have run out: serve the others
-            _log.warning("could not accept a peer", error=str(error))
-            time.sleep(_RETRY_S)
-            return
-        uid = _peer_uid(conn)
-        if uid != os.getuid():
-            _log.warning("peer of another user refused", uid=uid)
-            conn.close()
-            return
-        conn.setblocking(False)
-        self._clients[conn.fileno()] = (conn, bytearray())
-        self._poll.register(conn.fileno(), select.EPOLLIN)
-
-    def _receive(self, fd: int) -> None:
-        conn, buffer = self._clients[fd]
-        try:
-            data = conn.recv(_TOKEN_BYTES + 1)
-            # An attached client has nothing more to say: whatever it sends, like its end, closes the connection.
-            if not data or len(buffer) + len(data) > _TOKEN_BYTES:
-                self._drop(fd)
-                return
-            buffer += data
-            if len(buffer) == _TOKEN_BYTES:
-                if not hmac.compare_digest(bytes(buffer), self.record.token):
-                    _log.warning("peer with a wrong token refused")
-                    self._drop(fd)
-                    return
-                names = msgspec.msgpack.encode(list(self.record.arenas))
-                socket.send_fds(conn, [_HEADER.pack(len(names)) + names], self._fds)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            _log.warning("peer lost while attaching", error=str(error))
-            self._drop(fd)
-
-    def _drop(self, fd: int) -> None:
-        conn, _ = self._clients.pop(fd)
-        self._poll.unregister(fd)
-        conn.close()
-
-
-class _Mapping:
-    """A peer's arena, mapped read-only."""
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        if os.fstat(fd).st_size < nbytes:
-            raise TransferError("peer's arena is smaller than announced", expected=nbytes, got=os.fstat(fd).st_size)
-        if not fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK:
-            # Reading pages that the owner has cut off would kill this process.
-            raise TransferError("peer's arena is not sealed against shrinking")
-        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-
-    def close(self) -> None:
-        self.array = np.zeros(0, np.uint8)
-        # A view that a traceback still holds keeps the map until it is collected.
-        with contextlib.suppress(BufferError):
-            self._map.close()
 
 
 class ShmConnection(PeerConnection):
     """A mapped peer. Made by :meth:`ShmTransport.connect`."""
 
-    def __init__(self, record: ShmEndpoint, local: Mapping[str, npt.NDArray[np.uint8]], copier: Copier) -> None:
+    def __init__(
+        self, record: ShmEndpoint, local: Mapping[str, Bytes | Device], copier: Copier, *, stage_timeout_s: float
+    ) -> None:
+        self._record = record
         self._local = dict(local)
         self._copier = copier
-        self._maps: dict[str, _Mapping] = {}
+        self._stage_timeout_s = stage_timeout_s
+        self._stage: tuple[StagedReads, Copier] | None = None
+        self._windows: dict[int, tuple[Program, Windows]] = {}
+        self._maps: dict[str, MappedArena] = {}
         self._alive = True
         self._closed = False
         self._lock = threading.Lock()
@@ -208,13 +85,13 @@ class ShmConnection(PeerConnection):
         try:
             self._socket.settimeout(_CONNECT_TIMEOUT_S)
             self._socket.connect("\0" + record.name)
-            if _peer_uid(self._socket) != os.getuid():
-                raise TransferError("the peer belongs to another user", uid=_peer_uid(self._socket))
+            if peer_uid(self._socket) != os.getuid():
+                raise TransferError("the peer belongs to another user", uid=peer_uid(self._socket))
             self._socket.sendall(record.token)
-            data, fds, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-            while len(data) < _HEADER.size:
-                data += self._more(_HEADER.size - len(data))
-            (size,) = _HEADER.unpack(data)
+            data, fds, _, _ = socket.recv_fds(self._socket, HEADER.size, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            while len(data) < HEADER.size:
+                data += self._more(HEADER.size - len(data))
+            (size,) = HEADER.unpack(data)
             payload = b""
             while len(payload) < size:
                 payload += self._more(size - len(payload))
@@ -222,7 +99,7 @@ class ShmConnection(PeerConnection):
             if len(names) != len(fds) or set(names) != set(record.arenas):
                 raise TransferError("peer did not hand over its arenas", expected=sorted(record.arenas), got=names)
             for name, fd in zip(names, fds, strict=True):
-                self._maps[name] = _Mapping(fd, record.arenas[name])
+                self._maps[name] = MappedArena(fd, record.arenas[name])
             self._socket.setblocking(False)
         except (OSError, msgspec.MsgspecError) as error:
             raise PeerLostError("could not attach to the peer's memory", cause=str(error)) from error
@@ -239,35 +116,65 @@ class ShmConnection(PeerConnection):
     def read(self, jobs: Sequence[ReadJob]) -> ReadHandle:
         """Start pulling. Every id is checked before any byte moves."""
         self._check_open()
-        copies = []
-        for job in jobs:
-            mapped, local = self._maps.get(job.group), self._local.get(job.group)
-            if mapped is None or local is None:
-                raise TransferError("no registered arena for the group on both sides", group=job.group)
-            try:
-                job.program.pairs(job.src_units, job.dst_units)
-            except LayoutError as error:
-                raise TransferError(error.message, group=job.group, **error.fields) from error
-            for side, array, need in (
-                ("source", mapped.array, job.program.src_bytes),
-                ("destination", local, job.program.dst_bytes),
-            ):
-                if array.nbytes < need:
-                    raise TransferError("arena is smaller than the plan", group=job.group, side=side, expected=need)
-            copies.append((job, mapped.array, local))
+        checked = [self._checked(job) for job in jobs]
+        staged = any(source is None or isinstance(target, Device) for _, source, target in checked)
         with self._lock:
             self._check_open()
+            reads, copier = self._staging() if staged else (None, self._copier)
             self._in_flight += 1
-        task = CopyTask(copies, self._finished)
-        self._copier.submit(task)
+        task: CopyTask | StagedTask
+        if reads is None:
+            direct = [(j, s, t) for j, s, t in checked if s is not None and not isinstance(t, Device)]
+            task = CopyTask(direct, self._finished)
+        else:
+            items = [
+                StagedJob(job, self._windows_of(job.program), source, t.queue if isinstance(t, Device) else t)
+                for job, source, t in checked
+            ]
+            task = StagedTask(reads, items, self._finished)
+        copier.submit(task)
         return task
+
+    def _checked(self, job: ReadJob) -> tuple[ReadJob, Bytes | None, Bytes | Device]:
+        """The job with its source (None where it has to be staged) and its destination. TransferError for a bad one."""
+        mapped, local = self._maps.get(job.group), self._local.get(job.group)
+        if local is None or (mapped is None and job.group not in self._record.staged):
+            raise TransferError("no registered arena for the group on both sides", group=job.group)
+        try:
+            job.program.pairs(job.src_units, job.dst_units)
+        except LayoutError as error:
+            raise TransferError(error.message, group=job.group, **error.fields) from error
+        for side, nbytes, need in (
+            (
+                "source",
+                self._record.staged[job.group] if mapped is None else mapped.array.nbytes,
+                job.program.src_bytes,
+            ),
+            ("destination", local.nbytes, job.program.dst_bytes),
+        ):
+            if nbytes < need:
+                raise TransferError("arena is smaller than the plan", group=job.group, side=side, expected=need)
+        return job, None if mapped is None else mapped.array, local
+
+    def _staging(self) -> tuple[StagedReads, Copier]:
+        """What staged reads run on: a thread of this connection, so that one owner never waits for another."""
+        if self._stage is None:
+            reads = StagedReads(self._record.name, self._record.stage_token, self._stage_timeout_s)
+            self._stage = reads, ThreadCopier()
+        return self._stage
+
+    def _windows_of(self, program: Program) -> Windows:
+        # Programs are made once a peer; keeping them makes their ids theirs for good.
+        if id(program) not in self._windows:
+            self._windows[id(program)] = program, windows_of(program)
+        return self._windows[id(program)][1]
 
     def _check_open(self) -> None:
         if self._closed or not self._alive:
             raise PeerLostError("the connection is closed")
 
-    def peek(self, group: str) -> npt.NDArray[np.uint8]:
-        """The peer's arena of a group, read-only ``uint8 [nbytes]``; valid until :meth:`close`. For inspection."""
+    def peek(self, group: str) -> Bytes:
+        """A peer's mapped arena, read-only ``uint8 [nbytes]``; valid until :meth:`close`. For inspection."""
         return self._maps[group].array
 
     def _finished(self) -> None:
@@ -320,8 +227,15 @@ class ShmConnection(PeerConnection):
             if self._closed:
                 return
             self._closed = True
+            stage = self._stage
             if not self._in_flight:
                 self._release()
+        if stage is not None:
+            # Ends what waits for the owner, and the copies under way; the lock is free for their last words.
+            reads, copier = stage
+            reads.cancel()
+            copier.close()
+            reads.close()
 
     def _release(self) -> None:
         for mapped in self._maps.values():
@@ -334,26 +248,43 @@ class ShmConnection(PeerConnection):
 
 
 class ShmTransport(Transport):
-    """Single-copy transfer between processes of one user on one host.
+    """Single-copy transfer between processes of one user on one host; staged where an arena is on a device.
 
     Args:
-        copier: where copies run; a thread of its own by default.
+        copier: where copies between mapped arenas run; a thread of its own by default.
+        stage_bytes: pinned memory that this process, where its arenas are on a device, sets aside for each reader, or a
+            size such as ``"32MiB"``. At least one unit has to fit.
+        stage_readers: most readers that get some.
+        stage_timeout_s: how long a reader waits for units to be staged before the read fails.
     """
 
     name: ClassVar[str] = "shm"
     traits: ClassVar[TransportTraits] = TransportTraits(executes_programs=True)
 
-    def __init__(self, copier: Copier | None = None) -> None:
+    def __init__(
+        self,
+        copier: Copier | None = None,
+        *,
+        stage_bytes: int | str = 32 << 20,
+        stage_readers: int = 16,
+        stage_timeout_s: float = 5.0,
+    ) -> None:
+        self._stage_bytes = _option_bytes("stage_bytes", stage_bytes)
+        if isinstance(stage_readers, bool) or not isinstance(stage_readers, int) or stage_readers < 1:
+            raise ConfigError("not a number of readers", key="transfer.options.stage_readers", got=stage_readers)
+        if not 0 < stage_timeout_s < float("inf"):
+            raise ConfigError("not a time", key="transfer.options.stage_timeout_s", got=stage_timeout_s)
+        self._stage_readers, self._stage_timeout_s = stage_readers, stage_timeout_s
         self._copier = copier or ThreadCopier()
-        self._arenas: dict[str, npt.NDArray[np.uint8]] = {}
-        self._server: _Server | None = None
+        self._arenas: dict[str, Bytes | Device] = {}
+        self._server: ShmServer | None = None
         self._connections: list[ShmConnection] = []
         self._registered = False
         self._closed = False
 
     def supports(self, device: str, layout: Layout) -> Support:
-        """CPU arenas of any layout."""
-        return FULL if device == "cpu" else unsupported(f"shm maps host memory, the pool is on {device}")
+        """Arenas of any layout that peers can map or that copy to host memory: :meth:`register` sees which."""
+        return FULL
 
     def register(self, arenas: Mapping[str, Arena]) -> bytes:
         """Serve arenas; empty ones are skipped. Raises TransferError or UnsupportedError for what cannot be served."""
@@ -366,18 +297,25 @@ class ShmTransport(Transport):
                 raise TransferError("arenas overlap", first=first, second=second)
         if len(used) > _MAX_FDS:
             raise UnsupportedError("too many arenas for one endpoint", limit=_MAX_FDS, got=len(used))
-        fds: list[int] = []
+        fds, sizes, devices = list[int](), dict[str, int](), dict[str, Device]()
         for group, arena in used.items():
-            if arena.fd is None:
+            queue = arena.queue()
+            if arena.fd is not None:
+                if os.fstat(arena.fd).st_size < arena.nbytes:
+                    raise TransferError("arena is larger than its file", group=group, nbytes=arena.nbytes)
+                fds.append(arena.fd)
+                sizes[group] = arena.nbytes
+            elif queue is not None:
+                devices[group] = Device(queue, arena.nbytes)
+            else:
                 raise UnsupportedError(
-                    "shm can only serve arenas with a file descriptor", group=group, device=arena.device,
-                    remedy="use the memfd pool builder",
-                )  # fmt: skip
-            if os.fstat(arena.fd).st_size < arena.nbytes:
-                raise TransferError("arena is larger than its file", group=group, nbytes=arena.nbytes)
-            fds.append(arena.fd)
-        self._arenas = {group: arena.array() for group, arena in used.items()}
-        self._server = _Server({group: arena.nbytes for group, arena in used.items()}, fds)
+                    "shm can only serve arenas that have a file descriptor or copy to host memory",
+                    group=group,
+                    device=arena.device,
+                    remedy="use the pool builder memfd, or one of a device",
+                )
+        self._arenas = {group: devices.get(group) or arena.array() for group, arena in used.items()}
+        self._server = ShmServer(sizes, fds, devices, stage_bytes=self._stage_bytes, stage_readers=self._stage_readers)
         self._registered = True
         return msgspec.msgpack.encode(self._server.record)
 
@@ -389,7 +327,7 @@ class ShmTransport(Transport):
             record = msgspec.msgpack.decode(endpoint, type=ShmEndpoint)
         except (msgspec.MsgspecError, ValueError) as error:
             raise TransferError(f"not an endpoint record of shm: {error}") from error
-        connection = ShmConnection(record, self._arenas, self._copier)
+        connection = ShmConnection(record, self._arenas, self._copier, stage_timeout_s=self._stage_timeout_s)
         self._connections = [item for item in self._connections if not item.closed] + [connection]
         return connection
 
@@ -404,3 +342,14 @@ class ShmTransport(Transport):
         if self._server is not None:
             self._server.close()
         self._arenas = {}
+
+
+def _option_bytes(option: str, value: int | str) -> int:
+    try:
+        size = parse_bytes(value)
+    except ConfigError as error:
+        error.fields = {"key": f"transfer.options.{option}", **error.fields}
+        raise
+    if not size:
+        raise ConfigError("size of nothing", key=f"transfer.options.{option}", got=value)
+    return size

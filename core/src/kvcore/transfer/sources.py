@@ -102,6 +102,8 @@ def _fields_of(
     """By rank: the fields, and of each the ids, to take from it for layers that the same ranks hold."""
     taken: dict[int, dict[tuple[str, str], FieldIds]] = {}
     for region in layout.regions:
+        if all(layout.space_of_range(name).kind == "constant" for name in region.ranges):
+            continue  # compared at hello, never moved
         for field in region.data_fields:
             theirs = {n: remotes[n].layouts[group].region(region.name).field(field.name) for n in holders}
             facts: dict[str, object] = {"group": group, "layers": layers, "region": region.name, "name": field.name}

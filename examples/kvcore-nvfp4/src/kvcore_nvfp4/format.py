@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kvcore.contract import FULL, Format, Support, unsupported
 from kvcore.errors import ConfigError, LayoutError
@@ -25,37 +25,37 @@ LARGEST_SCALE = 448.0
 """Largest e4m3fn value."""
 
 PAGES = "pages"
+MODEL = "model"
 VALUES = "x"
 SCALES = "scale"
-
-_BYTES_MEAN = 1
-"""Raised when the bytes change their meaning otherwise than by the tensor scale."""
+TENSOR_SCALES = "tensor_scale"
 
 
 class Nvfp4(Format):
     """A value is ``e2m1 × block scale × tensor scale``.
 
     Every stored tensor has two regions: ``<tensor>``, two E2M1 values a byte, in component ``<group>/kv``; and
-    ``<tensor>_scale``, one e4m3fn for every 16 elements of a head, in component ``<group>/block_scale``.
+    ``<tensor>_scale``, one e4m3fn for every 16 elements of a head, in component ``<group>/block_scale``. The region
+    ``tensor_scale`` holds one fp32 a stored tensor and layer, in component ``<group>/tensor_scale``: it belongs to the
+    model, so peers compare it and refuse one another where it differs.
 
     Args:
-        tensor_scale: fp32 factor of all values, positive and finite. Values up to
-            ``tensor_scale × 448 × 6`` can be represented. It is part of the layout's identity: ``revision`` carries its
-            bits, so that peers with different tensor scales refuse one another.
+        tensor_scale: what every tensor scale is until the engine sets others: positive and finite. Values up to
+            ``tensor scale × 448 × 6`` can be represented.
     """
 
     name: ClassVar[str] = "nvfp4"
+    revision: ClassVar[int] = 2  # 1 had the tensor scale in its options
 
     def __init__(self, tensor_scale: float = 1.0) -> None:
         if isinstance(tensor_scale, bool) or not isinstance(tensor_scale, int | float):
             raise ConfigError("tensor_scale is a number", format=self.name, tensor_scale=tensor_scale)
-        bits = _fp32_bits(tensor_scale)
-        if bits is None:
+        if not _is_normal(tensor_scale):
             raise ConfigError(
                 "tensor_scale must be a normal, positive fp32 number", format=self.name, tensor_scale=tensor_scale
             )
-        self.tensor_scale: float = struct.unpack("<f", struct.pack("<I", bits))[0]
-        self.revision = _BYTES_MEAN << 32 | bits  # type: ignore[misc]  # of this instance: what its bytes mean
+        self.tensor_scale: float = struct.unpack("<f", struct.pack("<f", tensor_scale))[0]
+        self._scales: Mapping[str, torch.Tensor] = {}
 
     def supports(self, group: LayerGroup) -> Support:
         """Attention groups whose heads are whole blocks."""
@@ -82,9 +82,12 @@ class Nvfp4(Format):
             revision=self.revision,
             group=group.prefix,
             layers=layers,
-            regions=tuple(regions),
-            spaces=(SpaceSpec(group.name, group.space, "page", page_size, group.space_options),),
-            ranges=(UnitRange(PAGES, group.name),),
+            regions=(*regions, _tensor_scales(group)),
+            spaces=(
+                SpaceSpec(group.name, group.space, "page", page_size, group.space_options),
+                SpaceSpec(MODEL, "constant", "row", 0),
+            ),
+            ranges=(UnitRange(PAGES, group.name), UnitRange(MODEL, MODEL)),
             arena=arena,
         )
 
@@ -106,18 +109,20 @@ class Nvfp4(Format):
         A NaN makes the scale of its block NaN, so that all 16 values read as NaN. Infinity counts as the largest
         representable value; beside it, small values of its block are lost.
         """
-        self._check(layout, rows)
+        if set(rows) != set(_tensors(layout)):
+            raise LayoutError("rows do not match the layout", expected=_tensors(layout), got=sorted(rows))
         out = {}
         for name, values in rows.items():
-            out[name, VALUES], out[_scale_region(name), SCALES] = self._quantise(values)
+            scale = self._scales.get(name, self.tensor_scale)
+            out[name, VALUES], out[_scale_region(name), SCALES] = self._quantise(values, scale)
         return out
 
-    def _quantise(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _quantise(self, values: torch.Tensor, tensor_scale: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
         import torch  # here: layouts and sizes need none
 
         from kvcore_nvfp4.e2m1 import pack, to_codes
 
-        scaled = values.float() / self.tensor_scale
+        scaled = values.float() / tensor_scale
         blocks = scaled.reshape(*scaled.shape[:-1], scaled.shape[-1] // BLOCK, BLOCK)
         # amax() of a block with a NaN is NaN, and clamp() lets it through.
         wanted = (blocks.abs().amax(-1) / LARGEST).clamp(max=LARGEST_SCALE)
@@ -135,28 +140,38 @@ class Nvfp4(Format):
         out = {}
         for name in _tensors(layout):
             values = from_codes(unpack(elements[name, VALUES]))
-            scales = elements[_scale_region(name), SCALES].float() * self.tensor_scale
+            scales = elements[_scale_region(name), SCALES].float() * self._scales.get(name, self.tensor_scale)
             blocks = values.reshape(*scales.shape, BLOCK) * scales[..., None]
             out[name] = blocks.flatten(-2).to(dtype)
         return out
 
-    def _check(self, layout: Layout, rows: Mapping[str, Any]) -> None:
-        if layout.revision != self.revision:
-            raise LayoutError("layout is of another tensor scale", expected=self.revision, got=layout.revision)
-        if set(rows) != set(_tensors(layout)):
-            raise LayoutError("rows do not match the layout", expected=_tensors(layout), got=sorted(rows))
+    def constants(self, layout: Layout) -> Mapping[tuple[str, str], torch.Tensor]:
+        """The option, for every tensor of every layer."""
+        import torch
+
+        names = _tensors(layout)
+        return {(TENSOR_SCALES, name): torch.full((len(layout.layers),), self.tensor_scale) for name in names}
+
+    def with_constants(self, layout: Layout, constants: Mapping[tuple[str, str], torch.Tensor]) -> Nvfp4:
+        """The format with the tensor scales of one layer."""
+        bound = Nvfp4(self.tensor_scale)
+        bound._scales = {name: constants[TENSOR_SCALES, name] for name in _tensors(layout)}
+        return bound
+
+
+def _tensor_scales(group: LayerGroup) -> Region:
+    fields = [Field(tensor.name, "fp32", "", (), offset=4 * n) for n, tensor in enumerate(group.tensors)]
+    return region(TENSOR_SCALES, f"{group.prefix}/{TENSOR_SCALES}", fields, ranges=(MODEL,))
 
 
 def _tensors(layout: Layout) -> tuple[str, ...]:
-    return tuple(item.name for item in layout.regions if item.data_fields[0].name == VALUES)
+    return tuple(item.name for item in layout.moving_regions if item.data_fields[0].name == VALUES)
 
 
 def _scale_region(tensor: str) -> str:
     return f"{tensor}_scale"
 
 
-def _fp32_bits(value: float) -> int | None:
-    """Bits of a positive, normal fp32 number; None for anything else."""
-    if not (math.isfinite(value) and 2.0**-126 <= value <= 3.4028234e38):
-        return None
-    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+def _is_normal(value: float) -> bool:
+    """Whether fp32 holds a number as a positive, normal one."""
+    return math.isfinite(value) and 2.0**-126 <= value <= 3.4028234e38

@@ -12,7 +12,7 @@ over what the model made of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from kvcore.cache import Step
-from kvcore.contract import AttendParams
+from kvcore.contract import AttendParams, Fence
 from kvcore.errors import RequestError, UnsupportedError
 from kvcore.spec import LayerGroup, ModelSpec
 
@@ -63,11 +63,13 @@ class PagedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
     Args:
         step: the step under way; its rows are packed in batch order.
         model: the layer groups that the step's cache was made for.
+        on_layer: called with each layer, in the model's order, and the fence of the store of its keys and values.
     """
 
-    def __init__(self, step: Step, model: ModelSpec) -> None:
+    def __init__(self, step: Step, model: ModelSpec, on_layer: Callable[[int, Fence], None] | None = None) -> None:
         super().__init__(layers=[])
         self._step = step
+        self._on_layer = on_layer
         self._groups = {layer: group for group in model.groups for layer in group.layers}
         self._stored: dict[str, tuple[torch.Tensor, tuple[Span, ...]]] = {}
 
@@ -95,15 +97,17 @@ class PagedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
         group = self._groups[layer_idx]
         names = [item.name for item in group.tensors]
         given = {n: x[0].transpose(0, 1) for n, x in zip(names, (key_states, value_states), strict=True)}
-        self._step.store(layer_idx, given)
+        stored = self._step.store(layer_idx, given)
+        if self._on_layer is not None:
+            self._on_layer(layer_idx, stored)
         if "latent" not in given:
             kwargs[_CONTEXT] = LayerContext(self._step, layer_idx)
             return key_states, value_states
         slots, spans = self._everything(group)
-        stored = {n: rows.new_empty(len(slots), *rows.shape[1:]) for n, rows in given.items()}
-        self._step.load(layer_idx, slots, stored)
+        every = {n: rows.new_empty(len(slots), *rows.shape[1:]) for n, rows in given.items()}
+        self._step.load(layer_idx, slots, every)
         kwargs[_CONTEXT] = LayerContext(self._step, layer_idx, spans)
-        latent, rope = (stored[name].transpose(0, 1)[None] for name in names)
+        latent, rope = (every[name].transpose(0, 1)[None] for name in names)
         return latent, rope
 
     def _everything(self, group: LayerGroup) -> tuple[torch.Tensor, tuple[Span, ...]]:

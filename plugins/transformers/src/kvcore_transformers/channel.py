@@ -7,6 +7,7 @@ is the death of the other process, which is seen at once.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import struct
 import threading
@@ -71,6 +72,10 @@ class Tell(msgspec.Struct, frozen=True, tag=True):
     """To a worker: send a Report."""
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """To a worker, once in a while: are you there? Answered at once, whatever is being computed."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """To a worker: give everything back and exit."""
 
@@ -105,6 +110,10 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """From a worker: it runs. Sent when its end of the channel opens, and in answer to each Ping."""
+
+
 class Crashed(msgspec.Struct, frozen=True, tag=True):
     """From a worker, last: it cannot go on."""
 
@@ -112,8 +121,8 @@ class Crashed(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""
 
 
-ToWorker = Start | Connect | Submit | Abort | PeerLost | Tell | Stop
-FromWorker = Ready | Connected | Happened | Rejected | Report | Crashed
+ToWorker = Start | Connect | Submit | Abort | PeerLost | Tell | Ping | Stop
+FromWorker = Ready | Connected | Happened | Rejected | Report | Pong | Crashed
 
 
 class Channel:
@@ -123,10 +132,23 @@ class Channel:
         sock: connected stream socket, owned from here on.
         incoming: union of the messages this end receives.
         deliver: called on the reader thread with each message, and once, last, with the error that ended the stream.
+        send_timeout_s: how long a message may wait for an end that takes none; None is for ever. The reader thread of a
+            process that runs always takes what comes, so only one that is stopped lets the pipe fill.
     """
 
-    def __init__(self, sock: socket.socket, incoming: Any, deliver: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        incoming: Any,
+        deliver: Callable[[Any], None],
+        send_timeout_s: float | None = None,
+    ) -> None:
         self._sock = sock
+        if send_timeout_s is not None:  # of sends alone: a socket's own timeout would also end the reader
+            fraction, seconds = math.modf(send_timeout_s)
+            timeval = struct.pack("@ll", int(seconds), int(fraction * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        self._broken: PeerLostError | None = None  # half a message may have gone out: nothing can follow it
         self._decoder = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._deliver = deliver
@@ -136,13 +158,19 @@ class Channel:
         self._reader.start()
 
     def send(self, message: ToWorker | FromWorker) -> None:
-        """Send one message. Raises PeerLostError where the other process is gone."""
+        """Send one message. Raises PeerLostError where the other process is gone, or takes nothing for too long."""
         frame = self._encoder.encode(message)
-        try:
-            with self._sending:
+        with self._sending:
+            if self._broken is not None:
+                raise PeerLostError(self._broken.message, **self._broken.fields)
+            try:
                 self._sock.sendall(_HEAD.pack(len(frame)) + frame)
-        except OSError as error:
-            raise PeerLostError("the other process is gone", cause=str(error)) from error
+            except BlockingIOError as error:
+                self._broken = PeerLostError("the other process takes no messages")
+                raise self._broken from error
+            except OSError as error:
+                self._broken = PeerLostError("the other process is gone", cause=str(error))
+                raise self._broken from error
 
     def close(self) -> None:
         """Close the stream; the other end sees it. Idempotent."""

@@ -7,12 +7,14 @@ One :class:`Engine` is one of three things, by what it is given: with neither si
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 
 from kvcore.cache import KVCache, Step
+from kvcore.contract import Fence
 from kvcore.errors import (
     ConfigError,
     KVCoreError,
@@ -45,7 +47,9 @@ from kvcore_transformers.requests import (
     State,
     TokenEvent,
 )
-from kvcore_transformers.scheduler import Row, Scheduler
+from kvcore_transformers.scheduler import Batch, Row, Scheduler
+
+LayerHook = Callable[[str, int, int, int, Fence], None]
 
 DEFAULT_CHUNK = 64
 """Prompt tokens in one forward pass."""
@@ -66,6 +70,9 @@ class Engine:
         chunk: prompt tokens in one forward pass.
         sender: offer computed prompts through it; requests end here when they are pulled.
         receiver: get computed prompts through it.
+        on_layer: ``on_layer(request, start, stop, layer, fence)`` is called within the forward pass of a prompt's last
+            chunk, tokens ``[start, stop)``, when a layer's keys and values are stored: once the fence is done they are
+            there, and will not be written again. The step is not committed yet.
     """
 
     def __init__(
@@ -76,6 +83,7 @@ class Engine:
         chunk: int = DEFAULT_CHUNK,
         sender: SendSide | None = None,
         receiver: ReceiveSide | None = None,
+        on_layer: LayerHook | None = None,
     ) -> None:
         if chunk < 1 or chunk > cache.config.cache.max_tokens:
             raise ConfigError("chunk out of range", chunk=chunk, max_tokens=cache.config.cache.max_tokens)
@@ -86,6 +94,8 @@ class Engine:
         self._cache = cache
         self._sender = sender
         self._receiver = receiver
+        self._on_layer = on_layer
+        self._last_layer = max(layer for group in cache.model.groups for layer in group.layers)
         self._events: list[Event] = []
         self._stats = EngineStats()
         self._scheduler = Scheduler(
@@ -143,7 +153,7 @@ class Engine:
         with batch.step as step:
             if batch.kind == "prefill":
                 self._note_chunks(batch.rows)
-            tokens = self._forward(step, batch.rows)
+            tokens = self._forward(step, batch.rows, self._layer_hook(batch))
             step.commit()
         self._stats.steps += 1
         for (sequence, count), token in zip(batch.rows, tokens, strict=True):
@@ -175,7 +185,7 @@ class Engine:
     # --- one forward pass ---
 
     @torch.inference_mode()
-    def _forward(self, step: Step, rows: tuple[Row, ...]) -> list[int]:
+    def _forward(self, step: Step, rows: tuple[Row, ...], on_layer: Callable[[int, Fence], None] | None) -> list[int]:
         """Compute the rows' new tokens, packed; return the greedy next token of each row."""
         ids: list[int] = []
         positions: list[int] = []
@@ -189,12 +199,32 @@ class Engine:
         result = self._model(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),
-            cache=PagedBatch(step, self._cache.model),
+            cache=PagedBatch(step, self._cache.model, on_layer),
             use_cache=True,
             logits_to_keep=torch.tensor(last, device=device),
         )
         tokens: list[int] = result.logits[0].float().argmax(-1).tolist()
         return tokens
+
+    def _layer_hook(self, batch: Batch) -> Callable[[int, Fence], None] | None:
+        """What a forward pass tells of its layers: only those that compute a last chunk, so that no other pays for it."""
+        if batch.kind != "prefill":
+            return None
+        ends = [item for item, count in batch.rows if item.computed + count == item.target]
+        hooks: list[tuple[LayerHook, list[Sequence]]] = []
+        if self._on_layer is not None:
+            hooks.append((self._on_layer, ends))
+        if self._sender is not None:
+            hooks.append((self._offer_layer, [item for item in ends if self._layerwise(item)]))
+        if not any(items for _, items in hooks):
+            return None
+
+        def stored(layer: int, fence: Fence) -> None:
+            for hook, items in hooks:
+                for item in items:
+                    hook(item.id, item.computed, item.target, layer, fence)
+
+        return stored
 
     # --- progress of a request ---
 
@@ -261,6 +291,21 @@ class Engine:
         for sequence, count in rows:
             with contextlib.suppress(UnknownRequestError):  # failed on the wire; the event is on its way
                 self._sender.chunk_starts(sequence.id, last=sequence.computed + count == sequence.target)
+
+    def _layerwise(self, sequence: Sequence) -> bool:
+        """Whether single layers of a last chunk are worth an offer: every earlier chunk had the next one to hide behind."""
+        assert self._sender is not None
+        try:
+            return self._sender.layerwise(sequence.id)
+        except UnknownRequestError:
+            return False  # failed on the wire; the event is on its way
+
+    def _offer_layer(self, request: str, start: int, stop: int, layer: int, fence: Fence) -> None:
+        """Have a layer pulled while the next ones are computed. The last one goes with the offer of the chunk."""
+        assert self._sender is not None
+        if layer != self._last_layer:
+            with contextlib.suppress(UnknownRequestError):
+                self._sender.offer_layers(request, start, stop, [layer], last=True, after=fence)
 
     def _poll_transfers(self) -> bool:
         events: list[SendEvent | ReceiveEvent] = []

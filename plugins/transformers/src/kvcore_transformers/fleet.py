@@ -16,9 +16,16 @@ from types import TracebackType
 from typing import Any
 
 from kvcore.errors import KVCoreError, PeerLostError, error_from_dict
-from kvcore_transformers.channel import Channel, Crashed, FromWorker, Role, Stop, ToWorker
+from kvcore_transformers.channel import Channel, Crashed, FromWorker, Ping, Pong, Role, Stop, ToWorker
+
+START_S = 180.0
+"""How long a worker may take to start and to load its model."""
+
+SILENCE_S = 8.0
+"""Silence after which a worker that has started counts as lost; see :class:`Fleet`."""
 
 _STOP_S = 3.0
+_PING_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,13 @@ class Message:
 
     worker: Worker
     body: Any
+
+
+@dataclass(frozen=True)
+class Silent:
+    """In place of a message: the worker has not answered for so long."""
+
+    seconds: float
 
 
 class Worker:
@@ -38,9 +52,15 @@ class Worker:
         ended: why it can no longer be talked to, once that is so.
     """
 
-    def __init__(self, role: Role, inbox: queue.SimpleQueue[Message]) -> None:
+    def __init__(self, role: Role, inbox: queue.SimpleQueue[Message], silence_s: float = SILENCE_S) -> None:
         self.role: Role = role
         self.ended: KVCoreError | None = None
+        self._inbox = inbox
+        self._silence_s = silence_s
+        self._heard = False
+        self._pinged_at = -_PING_S
+        self._waiting_since: float | None = time.monotonic()  # for the answer to a ping, or for its first sign of life
+        self._silent = False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
         ours, theirs = socket.socketpair()
         try:
@@ -60,7 +80,7 @@ class Worker:
         finally:
             theirs.close()
         self.pid = self._process.pid
-        self._channel = Channel(ours, FromWorker, lambda body: inbox.put(Message(self, body)))
+        self._channel = Channel(ours, FromWorker, self._deliver, send_timeout_s=silence_s)
 
     def send(self, message: ToWorker) -> None:
         """Send a message; one to a worker that has ended is dropped (its end has been or will be delivered)."""
@@ -68,12 +88,38 @@ class Worker:
             with contextlib.suppress(PeerLostError):
                 self._channel.send(message)
 
+    def watch(self) -> None:
+        """Ask for a sign of life from time to time; a worker that gives none for too long is reported once."""
+        now = time.monotonic()
+        if self.ended is not None or self._silent:
+            return
+        limit = self._silence_s if self._heard else START_S
+        since = self._waiting_since
+        if since is not None and now - since > limit:
+            self._silent = True
+            self.send(Stop())  # read should it ever go on: nobody listens to it any more
+            self._inbox.put(Message(self, Silent(limit)))
+        elif self._heard and now - self._pinged_at >= _PING_S:
+            self._pinged_at = now
+            if since is None:
+                self._waiting_since = now
+            self.send(Ping())
+
+    def _deliver(self, body: Any) -> None:
+        """On the reader's thread: whatever comes is a sign of life."""
+        self._heard = True
+        self._waiting_since = None
+        if not isinstance(body, Pong):
+            self._inbox.put(Message(self, body))
+
     def end_of(self, body: Any) -> KVCoreError | None:
         """The error where a message says that this worker is over, else None."""
         if isinstance(body, Crashed):
             error = error_from_dict(body.error)
             if body.trace:
                 error.fields["trace"] = body.trace
+        elif isinstance(body, Silent):
+            error = PeerLostError(f"the {self.role} process does not answer", pid=self.pid, seconds=body.seconds)
         elif isinstance(body, KVCoreError):
             status = self._wait(_STOP_S)
             error = PeerLostError(f"the {self.role} process died", pid=self.pid, status=_status(status))
@@ -89,7 +135,7 @@ class Worker:
         """End the process: ask, then insist. Idempotent; returns when it is gone."""
         self.send(Stop())
         self.ended = self.ended or PeerLostError(f"the {self.role} process was stopped", pid=self.pid)
-        if self._wait(grace_s) is None:
+        if self._wait(0.0 if self._silent else grace_s) is None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
         self._channel.close()
@@ -109,24 +155,36 @@ class Worker:
 
 
 class Fleet:
-    """Workers of one parent. A context manager: leaving it ends them all, whatever happened."""
+    """Workers of one parent. A context manager: leaving it ends them all, whatever happened.
 
-    def __init__(self) -> None:
+    Args:
+        silence_s: seconds without an answer after which a worker counts as lost. Its death is noticed at once; this is
+            for one that is stopped, or that hangs.
+    """
+
+    def __init__(self, silence_s: float = SILENCE_S) -> None:
+        self._silence_s = silence_s
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._workers: list[Worker] = []
 
     def start(self, role: Role) -> Worker:
         """Start a worker process."""
-        worker = Worker(role, self._inbox)
+        worker = Worker(role, self._inbox, self._silence_s)
         self._workers.append(worker)
         return worker
 
     def receive(self, timeout_s: float) -> Message | None:
         """The next message of any worker, or None when there was none in time."""
-        try:
-            return self._inbox.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for worker in self._workers:
+                worker.watch()
+            left = deadline - time.monotonic()
+            try:
+                return self._inbox.get(timeout=max(0.0, min(left, _PING_S)))
+            except queue.Empty:
+                if left <= 0:
+                    return None
 
     def expect(self, worker: Worker, kind: type, timeout_s: float) -> Any:
         """Wait for a message of one kind from a worker; other workers' messages stay in order behind it.

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcore.config import Config
+import msgspec
+
+from kvcore.config import Config, RetractionConfig
 from kvcore.errors import KVCoreError, PeerLostError, error_from_dict
 from kvcore_transformers.channel import (
     Abort,
@@ -26,7 +28,7 @@ from kvcore_transformers.channel import (
     Submit,
     Tell,
 )
-from kvcore_transformers.fleet import Fleet, Worker
+from kvcore_transformers.fleet import START_S, Fleet, Worker
 from kvcore_transformers.requests import (
     AskedEvent,
     DoneEvent,
@@ -38,7 +40,6 @@ from kvcore_transformers.requests import (
     TokenEvent,
 )
 
-START_S = 180.0
 _REPORT_S = 30.0
 
 
@@ -92,6 +93,11 @@ class Setup:
         return Start(role, self.model, (config or self.config).to_json(), self.chunk)
 
 
+def without_backup(config: Config) -> Config:
+    """The same for a process that retracts nothing: a backend may claim all its memory when it is built."""
+    return msgspec.structs.replace(config, retraction=RetractionConfig(policy="recompute"))
+
+
 class Pair:
     """The two processes and the requests they serve.
 
@@ -114,8 +120,8 @@ class Pair:
         self._on_over = on_over or (lambda request: None)
         self.prefill = fleet.start("prefill")
         self.decode = fleet.start("decode")
-        for worker in (self.prefill, self.decode):
-            worker.send(setup.message(worker.role))
+        self.prefill.send(setup.message("prefill", without_backup(setup.config)))
+        self.decode.send(setup.message("decode"))
 
     @property
     def workers(self) -> dict[str, int]:

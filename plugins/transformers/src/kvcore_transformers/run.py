@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvcore.config import parse_settings
 from kvcore.contract import Command
 
 
@@ -25,6 +26,9 @@ def run(
         str | None, typer.Option(help="'backup', 'recompute', or the name of a backup backend. [default: backup]")
     ] = None,
     chunk: Annotated[int, typer.Option(help="Prompt tokens in one forward pass.", min=1)] = 64,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any configuration key; may be repeated.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON; progress goes to stderr.")] = False,
 ) -> None:
     """Serve prompts with a prefill process and a decode process, and compare the text with ordinary runs."""
@@ -40,6 +44,7 @@ def run(
             "cache.page_size": page_size,
             "transfer.transport": transport,
             **_retraction(retraction),
+            **parse_settings(settings or ()),
         },
         max_new_tokens=max_new_tokens,
         chunk=chunk,

@@ -14,13 +14,13 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from kvcore.config import Config, RetractionConfig, load_config
+from kvcore.config import Config, load_config
 from kvcore.errors import ConfigError, DuplicateRequestError, EmptyPromptError, KVCoreError
 from kvcore.layout import Layout
 from kvcore.sizing import Units, token_capacity, units_for_memory
 from kvcore_transformers.adapters import enabled
 from kvcore_transformers.fleet import Fleet
-from kvcore_transformers.pair import Pair, ServedRun, Setup, serve_alone
+from kvcore_transformers.pair import Pair, ServedRun, Setup, serve_alone, without_backup
 from kvcore_transformers.prompts import Prompt, read_prompts, shipped_prompts, tokenize
 from kvcore_transformers.report import Refusal, RunReport, build_report, print_report
 from kvcore_transformers.requests import Event, FailedEvent, GenerationRequest, ReceivedEvent, TokenEvent
@@ -79,7 +79,7 @@ def execute(options: RunOptions, console: Console) -> RunReport:
     )
     requests = [entry for entry in entries if isinstance(entry, GenerationRequest)]
     setup = Setup(str(directory), config, options.chunk)
-    with Fleet() as fleet, _Display(console) as display:
+    with Fleet(config.transfer.peer_timeout_s) as fleet, _Display(console) as display:
         pair = Pair(fleet, setup, display.event, display.advance)
         display.workers(pair.workers)
         display.begin("starting two processes", 0)
@@ -174,11 +174,8 @@ def _roomy(config: Config, hf_config: Any, requests: Sequence[GenerationRequest]
     memory = config.cache.memory
     while (token_capacity(layouts, _units(config, layouts, memory)) or needed) < needed:
         memory *= 2
-    return msgspec.structs.replace(
-        config,
-        cache=msgspec.structs.replace(config.cache, memory=memory),
-        retraction=RetractionConfig(policy="recompute"),  # no host memory for what does not happen
-    )
+    roomy = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, memory=memory))
+    return without_backup(roomy)
 
 
 def _units(config: Config, layouts: Mapping[str, Layout], memory: int) -> Units:

@@ -21,7 +21,7 @@ import torch
 
 from kvcore.cache import KVCache
 from kvcore.config import Config
-from kvcore.errors import KVCoreError, ProtocolError, RequestError, UnknownRequestError
+from kvcore.errors import KVCoreError, PeerLostError, ProtocolError, RequestError, UnknownRequestError
 from kvcore_transformers.channel import (
     Abort,
     Channel,
@@ -30,6 +30,8 @@ from kvcore_transformers.channel import (
     Crashed,
     Happened,
     PeerLost,
+    Ping,
+    Pong,
     Ready,
     Rejected,
     Report,
@@ -67,6 +69,7 @@ class Worker:
     def run(self) -> int:
         """Serve; return the exit status."""
         try:
+            self._channel.send(Pong())
             self._loop()
         except Exception as error:  # noqa: BLE001  # whatever it is, the parent is told why
             self._tell_crash(error)
@@ -153,6 +156,10 @@ class Worker:
         return self._engine
 
     def _deliver(self, message: Any) -> None:
+        if isinstance(message, Ping):  # here, on the reader's thread: a forward pass may take long
+            with contextlib.suppress(PeerLostError):  # the end of the stream is delivered next
+                self._channel.send(Pong())
+            return
         self._inbox.put(message)
         if isinstance(message, KVCoreError):
             self.stop()
