@@ -16,7 +16,9 @@ CORE = ROOT / "core" / "src" / "kvcore"
 
 # A module of core imports only from those before it. A new module gets its place here.
 ORDER = """
-    errors dtypes fields regions layout matching strides moving moves spec config contract hookspecs
+    errors dtypes fields regions layout matching strides moving moves spec config
+    contract.base contract.formats contract.spaces contract.pools contract.kernels contract.models contract.backups
+    contract.transports contract.commands contract hookspecs
     allocator index_spaces stepplan requests ranges
     transfer transfer.payload holds rules steps integrity manager
     transfer.control transfer.session transfer.manifest transfer.sources transfer.plan transfer.checksums transfer.copier

@@ -14,8 +14,6 @@ import pytest
 
 from kvcore.transfer.sender import SenderSession
 
-NEVER = ("wrong bytes", "lost units", "broken rule")
-
 
 def demand_sound(report: Any) -> None:
     assert not report.violations, "\n".join(report.words)

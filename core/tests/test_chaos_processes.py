@@ -19,7 +19,7 @@ FAULTS = (
     "none", "kill prefill", "kill decode", "stop prefill", "stop decode", "pause prefill", "pause decode", "kill both",
 )  # fmt: skip
 """A stop outlasts the peers' patience, a pause does not."""
-PATIENCE_S, PAUSE_S = 2.2, 0.4
+PATIENCE_S, PAUSE_S = 5.0, 0.4
 
 
 class Child:

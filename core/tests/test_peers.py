@@ -414,9 +414,6 @@ def test_a_prompt_that_is_offered_is_not_computed_on(
 ) -> None:
     """A receiver reads its last page and its states; a fork goes on in units of its own."""
     (prefill, decode), (send, receive) = caches, sides
-    receive.ask("x", 6)
-    with pytest.raises(RequestError, match="in a transfer"):
-        decode.begin([("x", 1)])
     prefill.admit("x", 6)
     send.begin("x", 6)
     prefill_chunk(prefill, send, "x", 7, 0, 4, 6)
@@ -432,6 +429,9 @@ def test_a_prompt_that_is_offered_is_not_computed_on(
         for layer in LAYERS:
             step.store(layer, token_rows(9, 6, 1))
         step.commit()
+    receive.ask("x", 6)
+    with pytest.raises(RequestError, match="in a transfer"):
+        decode.begin([("x", 1)])
     take(receive, (ReceiveDone,))
     assert_holds(decode, "x", 7, 6)
     with decode.begin([("x", 1)]):

@@ -132,7 +132,7 @@ def test_an_interrupt_ends_cleanly(run_kit, busy_prompts, tiny_directory, number
     run.process.send_signal(number)
     begun = time.monotonic()
     code, out = run.end()
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
     assert (code, out) == (130, "")
     assert "Traceback" not in run.text
     assert "interrupted" in run.text

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 PAGE = 4
 LENGTHS = (30, 31, 14, 47, 1, 33)

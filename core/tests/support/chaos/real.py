@@ -22,8 +22,8 @@ PAGE, LAYERS = 4, (0, 1)
 HEADS = (TensorSpec("k", 2, 16), TensorSpec("v", 2, 8))
 MODEL = ModelSpec("toy", (LayerGroup("full", LAYERS, HEADS, num_query_heads=4),), "fp32")
 CHUNK = 7
-TIMES = {"transfer.heartbeat_s": 0.1, "transfer.peer_timeout_s": 1.5, "transfer.lease_s": 3.0,
-         "transfer.ask_timeout_s": 3.0}  # fmt: skip
+TIMES = {"transfer.heartbeat_s": 0.1, "transfer.peer_timeout_s": 4.0, "transfer.lease_s": 6.0,
+         "transfer.ask_timeout_s": 6.0}  # fmt: skip
 
 Prompt = tuple[str, int, int]
 """Request, number, length: every value that is stored names the number and the token."""

@@ -1,0 +1,80 @@
+"""KV formats (no torch at import)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from kvcore.contract.base import FULL, Support
+from kvcore.layout import ArenaOrder, Layout
+from kvcore.spec import LayerGroup, Shard
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Format(ABC):
+    """A KV format: the bytes of a layer group, and the slow exact reference between values and bytes.
+
+    A format that implements these three methods has working ``store``, ``load`` and ``attend_*`` ops (the reference
+    kernels are derived), transfer, retraction and sizing. ``encode`` and ``decode`` are the oracle of every faster
+    kernel.
+
+    Attributes:
+        name: the id used in configurations and on the wire.
+        revision: changes whenever the meaning of the bytes does; peers must agree.
+    """
+
+    name: ClassVar[str]
+    revision: ClassVar[int] = 1
+
+    def supports(self, group: LayerGroup) -> Support:
+        """Whether the format can hold this group (a block that divides head_dim, …)."""
+        return FULL
+
+    @abstractmethod
+    def layout(self, group: LayerGroup, *, page_size: int, shard: Shard, arena: ArenaOrder) -> Layout:
+        """Describe the bytes of ``group`` on one rank. Raise LayoutError or ConfigError for what cannot be."""
+
+    @abstractmethod
+    def encode(self, layout: Layout, rows: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
+        """Encode rows to stored elements.
+
+        Args:
+            layout: as returned by :meth:`layout`.
+            rows: tensor name → values ``[T, H, D]``.
+
+        Returns:
+            ``(region, field)`` → elements ``[T, *other axes]`` in the field's storage dtype, axes in the field's
+            declaration order without ``slot``, padding left out. Every data field of the layout is present but those
+            of constant regions.
+        """
+
+    @abstractmethod
+    def decode(
+        self, layout: Layout, elements: Mapping[tuple[str, str], torch.Tensor], dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Inverse of :meth:`encode`: rows ``[T, H, D]`` by tensor name, in ``dtype``."""
+
+    def constants(self, layout: Layout) -> Mapping[tuple[str, str], torch.Tensor]:
+        """Initial values of constant fields (index space ``constant``), such as a scale per tensor.
+
+        Returns:
+            ``(region, field)`` → elements ``[L, *axes]`` in the field's storage dtype, axes in declaration order; L
+            are the layers of ``layout`` in order. A constant field that is left out has to be set by the engine
+            (:meth:`kvcore.cache.KVCache.set_constants`) before the first request.
+        """
+        return {}
+
+    def with_constants(self, layout: Layout, constants: Mapping[tuple[str, str], torch.Tensor]) -> Format:
+        """Return this format as it encodes and decodes rows of one layer, given the constants of that layer.
+
+        Called for layouts with constant fields only; ``encode`` and ``decode`` of what is returned must use these values
+        and no other. Without it they use what :meth:`constants` declares.
+
+        Args:
+            layout: as returned by :meth:`layout`.
+            constants: ``(region, field)`` → elements ``[*axes]``, every constant field of the layout.
+        """
+        return self
