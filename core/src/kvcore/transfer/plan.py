@@ -12,6 +12,9 @@ from kvcore.moves import Program, Selection
 from kvcore.transfer.manifest import Manifest, check_peers
 from kvcore.transfer.sources import Sources, check_ranks, choose_sources
 
+_MAX_PROGRAMS = 4096
+"""Most sets of layers that programs are kept for: a sender chooses which layers it offers together."""
+
 
 class PeerPlan:
     """Programs for everything that one rank of a receiver takes from one rank of a sender.
@@ -103,6 +106,8 @@ class PeerPlan:
             return (), ()
         key = (group, taken, layers)
         if key not in self._by_layer:
+            if len(self._by_layer) >= _MAX_PROGRAMS:
+                self._by_layer.clear()
             self._by_layer[key] = self._programs(group, taken, layers)
         return taken, self._by_layer[key]
 

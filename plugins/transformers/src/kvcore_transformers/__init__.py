@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from kvcore.contract import Command, ModelAdapter, PluginInfo
 from kvcore.hookspecs import hookimpl
 
-PLUGIN = PluginInfo(name="transformers", contract=(1, 0), summary="Hugging Face models, kvcore run, kvcore plan")
+PLUGIN = PluginInfo(
+    name="transformers", contract=(1, 0), summary="Hugging Face models, kvcore run, kvcore plan, kvcore accuracy"
+)
 
 
 @hookimpl
@@ -20,7 +22,7 @@ def kvcore_register_models() -> Sequence[type[ModelAdapter]]:
 
 @hookimpl
 def kvcore_register_commands() -> Sequence[Command]:
-    """kvcore run, kvcore plan."""
-    from kvcore_transformers import plan, run
+    """kvcore run, kvcore plan, kvcore accuracy."""
+    from kvcore_transformers import accuracy, plan, run
 
-    return (*run.COMMANDS, *plan.COMMANDS)
+    return (*run.COMMANDS, *plan.COMMANDS, *accuracy.COMMANDS)

@@ -48,6 +48,7 @@ from kvcore_transformers.requests import (
     TokenEvent,
 )
 from kvcore_transformers.scheduler import Batch, Row, Scheduler
+from kvcore_transformers.steady import steady_rows
 
 LayerHook = Callable[[str, int, int, int, Fence], None]
 
@@ -65,7 +66,8 @@ class Engine:
     """Runs requests on a model and a cache. Not thread-safe: one loop calls ``submit``, ``step`` and ``events``.
 
     Args:
-        model: a Hugging Face causal language model; its attention implementation is set to ``kvcore_paged``.
+        model: a Hugging Face causal language model; its attention implementation is set to ``kvcore_paged``, and
+            its linear layers are made steady (:mod:`kvcore_transformers.steady`).
         cache: made for this model.
         chunk: prompt tokens in one forward pass.
         sender: offer computed prompts through it; requests end here when they are pulled.
@@ -90,6 +92,7 @@ class Engine:
         if sender is not None and receiver is not None:
             raise ConfigError("an engine either sends or receives")
         model.set_attn_implementation(ATTENTION)
+        steady_rows(model)
         self._model = model
         self._cache = cache
         self._sender = sender

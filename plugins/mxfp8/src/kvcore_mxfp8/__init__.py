@@ -1,0 +1,27 @@
+"""A kvcore plugin: the formats ``mxfp8`` and ``mxfp8_e5m2``, and kernels for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcore.contract import Format, Kernel, PluginInfo
+from kvcore.hookspecs import hookimpl
+
+PLUGIN = PluginInfo(name="mxfp8", contract=(1, 0), summary="8-bit floats, a power-of-two scale for every 32")
+
+
+@hookimpl
+def kvcore_register_formats() -> Sequence[type[Format]]:
+    """mxfp8 and mxfp8_e5m2."""
+    from kvcore_mxfp8.format import Mxfp8, Mxfp8E5m2
+
+    return (Mxfp8, Mxfp8E5m2)
+
+
+@hookimpl
+def kvcore_register_kernels() -> Sequence[type[Kernel]]:
+    """Torch on the CPU, Triton on GPUs."""
+    from kvcore_mxfp8.kernels_torch import TORCH_KERNELS
+    from kvcore_mxfp8.triton_attend import TRITON_KERNELS
+
+    return (*TORCH_KERNELS, *TRITON_KERNELS)

@@ -1,0 +1,39 @@
+"""Fixtures shared by the plugin's tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def _load(name: str) -> ModuleType:
+    path = Path(__file__).parent / "support" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"kvcore_mxfp8_test_support_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def blocks() -> ModuleType:
+    """Blocks that are hard to quantise, and exact arithmetic on them."""
+    return _load("blocks")
+
+
+@pytest.fixture(scope="session")
+def rig() -> ModuleType:
+    """Small caches of the formats, and their bytes read by hand."""
+    return _load("rig")
+
+
+@pytest.fixture(scope="session")
+def mx_models() -> ModuleType:
+    """Tiny models, and ``kvcore`` commands on them (needs transformers)."""
+    return _load("models")
