@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from kvcore.contract import PoolView
 from kvcore.errors import ConfigError, LayoutError, nearest
-from kvcore.layout import Field
+from kvcore.layout import Field, Layout
 from kvcore.tensors import as_stored, from_stored
 
 Key = tuple[str, str]
+Check = Callable[[Layout, Mapping[Key, torch.Tensor]], None]
 """``(region, field)``."""
 
 
@@ -63,13 +64,15 @@ class ConstantFields:
         view = self._pool.field(layer, *key)
         return from_stored(view[self._where[key]].contiguous(), self._fields[key].dtype)
 
-    def write(self, values: Mapping[Key, torch.Tensor]) -> None:
+    def write(self, values: Mapping[Key, torch.Tensor], check: Check | None = None) -> None:
         """Fill fields with ``[L, *axes]`` each; fields that are not named stay as they are.
 
-        Raises LayoutError for a field that is no constant of this pool, another shape or another dtype; nothing is
-        written then.
+        Raises LayoutError for a field that is no constant of this pool, another shape or another dtype, and what ``check``
+        (:meth:`kvcore.contract.Format.check_constants`) raises; nothing is written then.
         """
         ready = {key: self._checked(key, tensor) for key, tensor in values.items()}
+        if check is not None:
+            check(self._pool.layout, values)
         for key, tensor in ready.items():
             for n, layer in enumerate(self._layers):
                 self._pool.field(layer, *key)[self._where[key]] = tensor[n].to(self._pool.device)

@@ -53,6 +53,7 @@ class _GroupState:
     row_shapes: dict[str, tuple[int, int]]
     pool: Pool
     constants: ConstantFields
+    format: Format | None
     table: KernelTable | None
     """None for groups of state: what they hold is written by whoever computes it."""
     builders: dict[str, BatchBuilder]
@@ -171,13 +172,14 @@ class Store:
                 slots[item.name] = StateSlots(self._sizes[0], first, self._device)
         constants = ConstantFields(pool)
         shapes = {t.name: (shard.num_heads(t), t.head_dim) for t in group.tensors}
-        state = _GroupState(group, shapes, pool, constants, None, builders, slots)
+        fmt = tokens_as[0] if tokens_as is not None else None
+        state = _GroupState(group, shapes, pool, constants, fmt, None, builders, slots)
         self._groups[group.prefix] = state  # from here on closed with the store
         if tokens_as is None:
             return
         fmt, chosen = tokens_as
         if constants:
-            constants.write(fmt.constants(layout))
+            constants.write(fmt.constants(layout), fmt.check_constants)
         table = state.table = chosen.bind(pool, group, fmt)
         for layer in layout.layers:
             self._routes[layer] = _Route(state, table, layer, True)
@@ -263,8 +265,9 @@ class Store:
 
         Nothing that was stored before may still be in use: :meth:`kvcore.cache.KVCache.set_constants` sees to that.
         """
-        self._group(group).constants.write(values)
-        self._group(group).pool.mark()
+        state = self._group(group)
+        state.constants.write(values, state.format.check_constants if state.format is not None else None)
+        state.pool.mark()
 
     def constants(self, group: str) -> dict[str, str]:
         """Digests of a group's constants, for peers to compare: see :meth:`kvcore.constants.ConstantFields.digests`."""

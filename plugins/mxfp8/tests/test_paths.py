@@ -206,6 +206,18 @@ def test_calibrated_scales_reach_the_bytes(rig: ModuleType, tuned: bool) -> None
                 assert values.eq(1.0).all()
 
 
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 1e-40])
+def test_a_scale_that_is_none_is_refused_and_nothing_written(rig: ModuleType, bad: float) -> None:
+    item = rig.group((64, 64))
+    with rig.cache(Mxfp8(tensor_scale="calibrated"), item) as cache:
+        with pytest.raises(ConfigError, match="tensor scale") as caught:
+            calibrate(cache, 0.5, bad)
+        assert (caught.value.fields["tensor"], caught.value.fields["layer"]) == ("v", item.layers[0])
+        cache.admit("a", 3)
+        with pytest.raises(ConfigError, match="never set"):
+            cache.begin([("a", 3)])
+
+
 def test_every_layer_has_its_own_and_they_travel(rig: ModuleType) -> None:
     item = rig.group((64, 64))
     scales = {("tensor_scale", "k"): torch.tensor([0.37, 5.0]), ("tensor_scale", "v"): torch.tensor([1.9, 0.011])}

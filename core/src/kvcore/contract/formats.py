@@ -67,6 +67,12 @@ class Format(ABC):
         """
         return {}
 
+    def check_constants(self, layout: Layout, constants: Mapping[tuple[str, str], torch.Tensor]) -> None:
+        """Raise ConfigError for constants with which stored bytes would mean nothing, such as a scale of 0 or NaN.
+
+        Asked before they are written; shapes and dtypes are checked already.
+        """
+
     def with_constants(self, layout: Layout, constants: Mapping[tuple[str, str], torch.Tensor]) -> Format:
         """Return this format as it encodes and decodes rows of one layer, given the constants of that layer.
 

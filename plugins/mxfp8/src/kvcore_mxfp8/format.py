@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 _SPACES = ("sequence", "window")
+_SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 TensorScale = float | Literal["calibrated"] | None
 
@@ -78,7 +79,7 @@ class Mxfp8(Format):
     def _checked(self, value: Any) -> TensorScale:
         if value is None or value == "calibrated":
             return value  # type: ignore[no-any-return]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 2.0**-126 <= value <= 3.4028234e38:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _SMALLEST <= value <= _LARGEST:
             raise ConfigError(
                 "tensor_scale is neither a normal, positive fp32 number nor a word",
                 format=self.name,
@@ -192,6 +193,21 @@ class Mxfp8(Format):
         if not isinstance(self.tensor_scale, float):
             return {}
         return {(TENSOR_SCALE, name): torch.full((len(layout.layers),), self.tensor_scale) for name in tensors(layout)}
+
+    def check_constants(self, layout: Layout, constants: Mapping[tuple[str, str], torch.Tensor]) -> None:
+        """Tensor scales are positive, normal fp32 numbers: others lose every value, or make it NaN."""
+        for (region, name), values in constants.items():
+            for layer, value in zip(layout.layers, values.tolist(), strict=True):
+                if region == TENSOR_SCALE and not _SMALLEST <= value <= _LARGEST:
+                    raise ConfigError(
+                        "a tensor scale is not a normal, positive fp32 number",
+                        format=self.name,
+                        group=layout.group,
+                        layer=layer,
+                        tensor=name,
+                        got=value,
+                        remedy="calibrate again: a scale is the largest magnitude over the largest that is to be stored",
+                    )
 
     def with_constants(self, layout: Layout, constants: Mapping[tuple[str, str], torch.Tensor]) -> Mxfp8:
         """The format with the tensor scales of one layer."""
