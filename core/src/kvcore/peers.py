@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Generic, Self
 
+import numpy as np
 import zmq.auth
 
 from kvcore.config import TransferConfig
 from kvcore.contract import DONE, Fence, Transport
 from kvcore.errors import ConfigError, RequestError, TransferError, UnknownRequestError
 from kvcore.handover import EarlyLayers, Held
+from kvcore.layout import Int64Array
 from kvcore.manager import Manager
 from kvcore.moves import Bytes
 from kvcore.ranges import ManagedRange
@@ -201,7 +203,8 @@ class SendSide(_Side[SendEvent]):
         if early is not None:
             early.check(request_id, start, stop, last=last)
             payloads = early.rest(payloads, self._layers)
-        self._hold(request_id, payloads)
+        else:
+            self._hold(request_id, payloads)
         self._endpoint.offer(request_id, start, stop, payloads, last=last, engine_data=engine_data)
         self._early.pop(request_id, None)
         if last:
@@ -232,16 +235,18 @@ class SendSide(_Side[SendEvent]):
             if layer in early.layers:
                 raise RequestError("a layer is offered twice", request=request_id, layer=layer)
         wanted = set(layers)
+        chunk = self._payloads(request_id, start, stop, last=last)
         payloads = [
             payload.of_layers([layer for layer in self._layers(payload.group) if layer in wanted])
-            for payload in self._payloads(request_id, start, stop, last=last)
+            for payload in chunk
             if payload.num_units and wanted & set(self._layers(payload.group))
         ]
         after.wait()
-        self._hold(request_id, payloads)
+        if request_id not in self._early:  # all units of the chunk at once: they are the same for every layer
+            self._hold(request_id, chunk)
+            self._early[request_id] = early
         self._endpoint.offer(request_id, start, start, payloads)
         early.layers |= wanted
-        self._early[request_id] = early
 
     def abandoned(self, request_ids: Collection[str]) -> None:
         """A step of these requests came to nothing: what :meth:`offer_layers` has offered of it is not to be kept."""
@@ -257,11 +262,12 @@ class SendSide(_Side[SendEvent]):
         if self._finished:
             with contextlib.suppress(TransferError):  # an endpoint that has failed says so where it is used
                 self._drain()
-        held: dict[ManagedRange, set[int]] = {}
+        held: dict[ManagedRange, list[Int64Array]] = {}
         for request_id in self._finished:
             for part, ids in self._begun[request_id].units():
-                held.setdefault(part, set()).update(ids.tolist())
-        for part, units in held.items():
+                held.setdefault(part, []).append(ids)
+        for part, lists in held.items():
+            units = np.unique(np.concatenate(lists))
             limit = int(fraction * part.allocator.capacity)
             if len(units) > limit:
                 return {

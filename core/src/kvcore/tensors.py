@@ -88,3 +88,11 @@ def int64_tensor(ids: Any, device: str = "cpu") -> torch.Tensor:
     if isinstance(ids, torch.Tensor):
         return ids.to(device=device, dtype=torch.int64)
     return torch.from_numpy(np.array(ids, np.int64)).to(device)
+
+
+def kept_rows(slots: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor | None:
+    """Indices of the rows that a store on the CPU writes (slot not −1, and valid), or None for all of them."""
+    if valid is None and (not slots.numel() or int(slots.min()) >= 0):
+        return None
+    keep = slots >= 0
+    return (keep if valid is None else keep & valid).nonzero().squeeze(1)

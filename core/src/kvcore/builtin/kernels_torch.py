@@ -13,15 +13,7 @@ from kvcore.contract import DONE, FULL, BatchPlan, Fence, Format, Kernel, PoolVi
 from kvcore.errors import LayoutError
 from kvcore.layout import Layout
 from kvcore.spec import LayerGroup
-from kvcore.tensors import int64_tensor
-
-
-def _kept(slots: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor | None:
-    """Indices of the rows that are written, or None for all of them."""
-    if valid is None and (not slots.numel() or int(slots.min()) >= 0):
-        return None
-    keep = slots >= 0
-    return (keep if valid is None else keep & valid).nonzero().squeeze(1)
+from kvcore.tensors import int64_tensor, kept_rows
 
 
 class TorchStore(Kernel):
@@ -50,7 +42,7 @@ class TorchStore(Kernel):
             after.wait()
             # Nothing derived from slots outlives the call: a copy could name units that changed hands since.
             slots = plan.slots
-            some = _kept(slots, valid)
+            some = kept_rows(slots, valid)
             if some is not None:
                 slots = slots[some]
             units, offsets = slots // plan.page_size, slots % plan.page_size

@@ -12,7 +12,7 @@ from kvcore.errors import LayoutError
 from kvcore.layout import Layout
 from kvcore.paged_attention import attends_keys_and_values, decode, prefill
 from kvcore.spec import LayerGroup
-from kvcore.tensors import int64_tensor
+from kvcore.tensors import int64_tensor, kept_rows
 from kvcore_mxfp8.format import Mxfp8
 from kvcore_mxfp8.pages import StoredTensor, TensorPages
 from kvcore_mxfp8.regions import tensors
@@ -55,7 +55,7 @@ class Mxfp8Store(Kernel):
         ) -> Fence:
             after.wait()
             # Nothing derived from slots outlives the call: a copy could name units that changed hands since.
-            slots, some = plan.slots, _kept(plan.slots, valid)
+            slots, some = plan.slots, kept_rows(plan.slots, valid)
             if some is not None:
                 slots = slots[some]
             units, offsets = slots // plan.page_size, slots % plan.page_size
@@ -75,14 +75,6 @@ class Mxfp8Store(Kernel):
             return DONE
 
         return store
-
-
-def _kept(slots: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor | None:
-    """Indices of the rows that are written, or None for all of them."""
-    if valid is None and (not slots.numel() or int(slots.min()) >= 0):
-        return None
-    keep = slots >= 0
-    return (keep if valid is None else keep & valid).nonzero().squeeze(1)
 
 
 class Mxfp8Load(Kernel):
