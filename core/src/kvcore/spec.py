@@ -29,19 +29,68 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sharded: bool = True
 
 
+class StatePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run of the axis that tensor parallelism cuts, cut on its own.
+
+    Attributes:
+        num_heads: heads of the whole model in this run.
+        width: elements a head.
+    """
+
+    num_heads: int
+    width: int = 1
+
+
+class StateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of state that a layer keeps per request.
+
+    Attributes:
+        name: unique in its group: ``conv``, ``conv_k``, ``recurrent``, …
+        kind: what kind of state it is, which state components go by: ``conv`` (the last inputs of a short convolution),
+            ``recurrent`` (a sum over all tokens: SSM, delta rule), or another word.
+        dtype: storage dtype, the one the model computes the state in.
+        axes: ``(axis, size)`` of the whole model, outermost first, such as ``(("channel", 512), ("tap", 3))``.
+        split: the axis that tensor parallelism cuts; empty where every rank holds all of it.
+        parts: what the split axis consists of, in order, each part cut by its heads: the channels of a convolution over
+            queries, keys and values are three. They add up to the axis. Empty where nothing is split.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    axes: tuple[tuple[str, int], ...]
+    split: str = ""
+    parts: tuple[StatePart, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = dict(self.axes)
+        if not sizes or len(sizes) < len(self.axes) or min(sizes.values()) < 0:
+            raise ConfigError("axes of a state need distinct names and sizes", state=self.name, axes=self.axes)
+        held = sum(part.num_heads * part.width for part in self.parts)
+        if (self.split or self.parts) and sizes.get(self.split) != held:
+            raise ConfigError(
+                "the parts of a state do not add up to the axis that is split",
+                state=self.name,
+                split=self.split,
+                expected=sizes.get(self.split, f"one of {', '.join(sizes)}"),
+                got=held,
+            )
+
+
 class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layers that share one layout and one set of index spaces.
 
     Attributes:
         name: ``full``, ``swa``, ``state``, …; prefixes the group's components.
         layers: storage layer ids, ascending.
-        tensors: what a layer stores.
+        tensors: what a layer stores of every token, for attention groups.
         num_query_heads: query heads of the whole model, for attention groups.
         kind: ``attention`` (stored per token, attended) or ``state`` (held per request, needs a state component).
         space: kind of index space, see :class:`kvcore.layout.SpaceSpec`.
         space_options: integers of that space, such as ``(("window", 512),)``.
         role: ``target`` or ``draft``.
         shares: ``(layer, storage layer)`` for layers that read another layer's storage.
+        states: what a layer keeps per request, for groups of state.
     """
 
     name: str
@@ -53,6 +102,7 @@ class LayerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     space_options: tuple[tuple[str, int], ...] = ()
     role: Literal["target", "draft"] = "target"
     shares: tuple[tuple[int, int], ...] = ()
+    states: tuple[StateSpec, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -130,18 +180,33 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         With more ranks than heads each head is replicated on ``tp_size / num_heads`` neighbouring ranks.
         """
-        if not tensor.sharded:
-            return ()
-        total, size, rank = tensor.num_heads, self.tp_size, self.tp_rank
+        return (self._heads(tensor.name, tensor.num_heads),) if tensor.sharded else ()
+
+    def ids(self, state: StateSpec) -> tuple[tuple[int, int], ...]:
+        """Global ids of a state's split axis on this rank, in local order; ``()`` where it is not split.
+
+        Each part gives the channels of its heads on this rank, so they are several ranges; adjoining ones are joined.
+        """
+        ranges: list[tuple[int, int]] = []
+        base = 0
+        for part in state.parts:
+            first, last = self._heads(state.name, part.num_heads)
+            lo, hi = base + first * part.width, base + last * part.width
+            if ranges and ranges[-1][1] == lo:
+                lo = ranges.pop()[0]
+            ranges.append((lo, hi))
+            base += part.num_heads * part.width
+        return tuple(ranges)
+
+    def _heads(self, name: str, total: int) -> tuple[int, int]:
+        size, rank = self.tp_size, self.tp_rank
         if total % size and size % total:
-            raise ConfigError(
-                "heads and ranks do not divide one another", tensor=tensor.name, num_heads=total, tp_size=size
-            )
+            raise ConfigError("heads and ranks do not divide one another", tensor=name, num_heads=total, tp_size=size)
         if size <= total:
             count = total // size
-            return ((rank * count, (rank + 1) * count),)
+            return rank * count, (rank + 1) * count
         head = rank * total // size
-        return ((head, head + 1),)
+        return head, head + 1
 
     def num_heads(self, tensor: TensorSpec) -> int:
         """Heads of a tensor held on this rank."""

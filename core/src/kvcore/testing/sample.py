@@ -9,10 +9,22 @@ import torch
 
 from kvcore.contract import FULL, Format, Support, unsupported
 from kvcore.layout import ArenaOrder, Axis, BlockOf, Field, Layout, Region, SpaceSpec, UnitRange, region
-from kvcore.spec import LayerGroup, Shard, TensorSpec
+from kvcore.spec import LayerGroup, Shard, StatePart, StateSpec, TensorSpec
 
 _KV = (TensorSpec("k", 2, 32), TensorSpec("v", 2, 32))
 _LATENT = (TensorSpec("latent", 1, 64, sharded=False), TensorSpec("rope", 1, 32, sharded=False))
+
+_CONV = StateSpec("conv_k", "conv", "fp32", (("channel", 64), ("tap", 3)), "channel", (StatePart(2, 32),))
+_REPLICATED = StateSpec("conv_out", "conv", "fp32", (("channel", 24), ("tap", 3)))
+_GROUPED = StateSpec(
+    "conv",
+    "conv",
+    "bf16",
+    (("channel", 64), ("tap", 3)),
+    "channel",
+    (StatePart(2, 8), StatePart(2, 8), StatePart(4, 8)),
+)
+_DELTA = StateSpec("recurrent", "recurrent", "fp32", (("head", 4), ("dim", 8), ("state", 16)), "head", (StatePart(4),))
 
 GROUPS: dict[str, LayerGroup] = {
     "grouped": LayerGroup("full", (0, 1, 3), _KV, num_query_heads=4),
@@ -23,11 +35,12 @@ GROUPS: dict[str, LayerGroup] = {
 """Layer groups a format is tried with: grouped heads, K and V of unequal width, latents, and a third tensor."""
 
 STATE_GROUPS: dict[str, LayerGroup] = {
-    "recurrent": LayerGroup(
-        "state", (0, 2), (TensorSpec("conv", 2, 32), TensorSpec("ssm", 2, 64)), kind="state", space="per_request"
-    )
+    "conv": LayerGroup("state", (0, 1, 3), (), kind="state", space="per_request", states=(_CONV, _REPLICATED)),
+    "recurrent": LayerGroup("state", (0, 2), (), kind="state", space="per_request", states=(_GROUPED, _DELTA)),
+    "draft": LayerGroup("state", (1,), (), kind="state", space="per_request", states=(_DELTA,), role="draft"),
 }
-"""Layer groups a state component is tried with."""
+"""Layer groups a state component is tried with: short convolutions, one of them replicated, and recurrent states whose
+convolution runs over queries, keys and values; the dtypes differ within a slot."""
 
 _BLOCK = 16
 
