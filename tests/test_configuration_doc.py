@@ -18,6 +18,7 @@ DOC = Path(__file__).parent.parent / "docs" / "configuration.md"
 TYPES = {
     "Bytes": "size",
     "Count": "integer ≥ 1",
+    "Natural": "integer ≥ 0",
     "Seconds": "seconds > 0",
     "Part": "number in (0, 1]",
     "ArenaOrder": '"page_major", "layer_major"',

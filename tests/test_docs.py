@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("docs/embedding.md", "docs/engine_loop.md", "docs/index_spaces.md", "docs/transports.md")
+PAGES = (
+    "docs/embedding.md",
+    "docs/engine_loop.md",
+    "docs/index_spaces.md",
+    "docs/recurrent_state.md",
+    "docs/requests.md",
+    "docs/transports.md",
+)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
 
 

@@ -20,14 +20,14 @@ ORDER = """
     contract.base contract.formats contract.spaces contract.pools contract.kernels contract.models contract.backups
     contract.transports contract.commands contract hookspecs
     allocator index_spaces stepplan requests ranges
-    transfer transfer.payload holds rules steps integrity manager
+    counts transfer transfer.payload unit_lists holds checkpoints rules steps integrity manager
     transfer.control transfer.session transfer.manifest transfer.sources transfer.plan transfer.checksums transfer.copier
     transfer.staging transfer.flat_batches transfer.flat_reads
     transfer.windows transfer.memfd transfer.stage_wire transfer.stage_server transfer.stage_channel
     transfer.stage_reader transfer.shm_server transfer.shm
     transfer.outgoing transfer.waiting transfer.sender transfer.incoming transfer.receiver transfer.joined transfer.loop transfer.endpoint
     tensors uploads constants states pool batch dispatch opchecks paged_attention store
-    backup_fit backup sizing registry plugins handover peers cache
+    backup_fit backup sizing registry fitting plugins handover peers step cache
 """.split()  # noqa: SIM905 - a line a layer
 
 # The only ones that may load torch when they are imported.
@@ -45,6 +45,7 @@ TENSORS = [
     "handover",
     "peers",
     "backup",
+    "step",
     "cache",
 ]
 

@@ -71,6 +71,12 @@ def flat() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def chain() -> ModuleType:
+    """A hybrid model whose state depends on every token and their order, in poisoned caches (needs torch)."""
+    return _load("state_kit")
+
+
+@pytest.fixture(scope="session")
 def chaos() -> SimpleNamespace:
     """The simulated engines and what is done to them, and protocols with a rule taken out (needs torch)."""
     support = str(Path(__file__).parent / "support")

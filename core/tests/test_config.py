@@ -61,6 +61,21 @@ def test_a_file_and_overrides(tmp_path: Path) -> None:
     assert added.cache.format_options == {"order": "token_major", "block": 4}
 
 
+def test_defaults_of_a_caller_yield_to_the_file_and_to_overrides(tmp_path: Path) -> None:
+    path = written(tmp_path, '[cache]\nformat = "bf16"\n')
+    defaults = {"cache.format": "mxfp8", "cache.memory": "64MiB", "cache.page_size": 32, "plugins": ["transformers"]}
+    config = load_config(path, {"cache.memory": "1GiB", "cache.page_size": None}, defaults)
+    assert (config.cache.format, config.cache.memory, config.cache.page_size) == ("bf16", 2**30, 32)
+    assert config.plugins == ("transformers",)
+    assert load_config(None, {"plugins": []}, defaults).plugins == ()
+
+
+def test_a_default_below_what_is_no_table_leaves_the_fault_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a table") as error:
+        load_config(written(tmp_path, "cache = 3"), None, {"cache.format": "bf16"})
+    assert error.value.fields["key"] == "cache"
+
+
 def test_times_of_the_transfer_default_to_those_of_the_protocol() -> None:
     """Two sets of defaults would disagree one day; what the protocol does with each time is tested there."""
     transfer, protocol = load_config().transfer, TransferOptions()

@@ -265,6 +265,32 @@ def test_a_ring_goes_back_over_as_many_tokens_as_it_has_to_spare() -> None:
     assert m.joint_prefix("a", 12) == 0
 
 
+@pytest.mark.parametrize("how", ["rejected", "abandoned", "forked"])
+def test_a_ring_remembers_what_was_written_past_its_length(how: str) -> None:
+    """5 rows, window 4: tokens 11 and 12, which came to nothing, lie where 6 and 7 did. Going back to 10 needs 7."""
+    m = make(ring=10)
+    m.admit("a", 11)
+    run(m, ("a", 11))
+    assert m.joint_prefix("a", 10) == 10
+    plan = m.plan_step([("a", 2)])
+    if how == "abandoned":
+        m.abandon(plan)
+    else:
+        m.commit(plan, [0])
+    name = "a"
+    if how == "forked":
+        m.fork("a", "b", 11)
+        name = "b"
+    assert m.joint_prefix(name, 11) == 11
+    assert m.get(name).state == "ready"
+    before = m.stats()
+    with pytest.raises(UnsupportedError):
+        m.rollback(name, 1)
+    with pytest.raises(UnsupportedError):
+        m.fork(name, "c", 10)
+    assert m.stats() == before
+
+
 # --- states ---
 
 
@@ -287,6 +313,31 @@ def test_a_joint_prefix_is_what_every_range_can_serve() -> None:
     copies = run(m, ("b", 1), ("c", 1)).of("state", "units")
     assert copies.copies_src.tolist() == table(m, "a", "state")
     assert copies.fresh.tolist() == table(m, "c", "state")
+    m.check_integrity()
+
+
+def test_a_checkpoint_does_not_bring_back_a_window() -> None:
+    """M1: the state could go back to either checkpoint, full attention too, the window only to where it is whole."""
+    m = make(full=40, swa=8, state=6)
+    m.admit("a", 4)
+    run(m, ("a", 4))
+    m.checkpoint("a")
+    for count in (8, 8):
+        run(m, ("a", count))
+    m.checkpoint("a")
+    run(m, ("a", 3))
+    before = m.stats(), table(m, "a", "full"), table(m, "a", "swa"), table(m, "a", "state")
+    with pytest.raises(UnsupportedError) as error:
+        m.rollback("a", 19)
+    assert error.value.fields["group"] == "swa"
+    assert error.value.fields["checkpoints"] == [4, 20]
+    assert (m.stats(), table(m, "a", "full"), table(m, "a", "swa"), table(m, "a", "state")) == before
+    assert m.rollback("a", 3).length == m.get("a").reserved == 20
+    assert [len(table(m, "a", group)) for group in ("full", "swa", "state")] == [5, 5, 1]
+    m.check_integrity()
+    for position in range(20 - 5, 20):
+        assert table(m, "a", "swa")[position // 4] != 0
+    run(m, ("a", 5))
     m.check_integrity()
 
 

@@ -137,6 +137,29 @@ def test_a_state_is_one_unit_copied_on_write_and_valid_at_its_length_only():
     m.check_integrity()
 
 
+@pytest.mark.parametrize("back", ["rollback", "truncate", "fork"])
+def test_no_tokens_have_no_state_though_the_space_holds_a_unit_for_them(back):
+    """G1: this space has its unit from the start. What earlier tokens left in it is not the state of none."""
+    m = make(full=10, state=3)
+    m.admit("a", 6)
+    run(m, "a", 6)
+    m.checkpoint("a")
+    old = live(m, "a", "state")
+    name = "a"
+    if back == "rollback":
+        m.rollback("a", 6)
+    elif back == "truncate":
+        m.truncate("a", 0)
+    else:
+        m.fork("a", name := "b", 0)
+    m.check_integrity()
+    plan = m.plan_step([(name, 2)]).of("state", "units")
+    assert plan.fresh.tolist() == live(m, name, "state")
+    assert (plan.copies_src.tolist(), len(plan.fresh)) == ([], 1)
+    assert back != "fork" or not set(old) & set(live(m, "b", "state"))
+    m.check_integrity()
+
+
 def test_state_is_final_once_at_the_end():
     m = make(state=3)
     m.admit("a", 9)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcore.builtin.host_tensor import HostTensorBackup
-from kvcore.cache import KVCache, Step
+from kvcore.cache import KVCache
 from kvcore.config import load_config
 from kvcore.contract import AttendParams, Fence, StateComponent, UnitBlock
 from kvcore.errors import (
@@ -25,6 +25,7 @@ from kvcore.peers import ReceiveDone, ReceiveFailed
 from kvcore.plugins import load_plugins
 from kvcore.spec import LayerGroup, ModelSpec, Shard, TensorSpec
 from kvcore.states import StateSlots
+from kvcore.step import Step
 from kvcore.stepplan import RangePlan
 from kvcore.testing.harness import Subject
 
@@ -225,12 +226,13 @@ def test_slots_are_a_tensor_of_one_address(cache: KVCache) -> None:
 
 def test_a_row_without_a_unit_has_no_slot() -> None:
     """A plan made elsewhere may name no unit, or the null unit: neither is a state that a kernel may write."""
-    slots = StateSlots(5, null_unit=3, device="cpu")
+    slots = StateSlots(5, 8, null_unit=3, device="cpu")
     none = np.zeros(0, np.int64)
-    slots.build(RangePlan("g", "r", np.array([0, 1, 1, 2, 4]), np.array([5, 3, 4, 6]), none, none, none))
+    slots.build(RangePlan("g", "r", np.array([0, 1, 1, 2, 4]), np.array([5, 3, 4, 6]), none, none, none), [2, 1, 1, 1])
     assert slots.slots.tolist() == [5, -1, -1, 4]
-    slots.build(RangePlan("g", "r", np.array([0]), none, none, none, none))
-    assert slots.slots.tolist() == []
+    assert slots.trail.tolist() == [-1, 5, -1, -1, 4]
+    slots.build(RangePlan("g", "r", np.array([0]), none, none, none, none), [])
+    assert slots.slots.tolist() == slots.trail.tolist() == []
 
 
 def test_a_fork_has_its_own_state_from_its_first_step(cache: KVCache) -> None:

@@ -38,6 +38,16 @@ def test_every_channel_is_somewhere() -> None:
         assert held == set(range(64))
 
 
+@pytest.mark.parametrize("empty", [StatePart(0, 8), StatePart(4, 0)])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_empty_part_is_on_no_rank(empty: StatePart, at: int) -> None:
+    parts = [StatePart(2, 8), StatePart(2, 8)]
+    parts.insert(at, empty)
+    state = StateSpec("conv", "conv", "fp32", (("channel", 32), ("tap", 3)), "channel", tuple(parts))
+    assert [Shard(rank, 2).ids(state) for rank in range(2)] == [((0, 8), (16, 24)), ((8, 16), (24, 32))]
+    assert Shard(1, 4).ids(StateSpec("none", "conv", "fp32", (("channel", 0),), "channel", (empty,))) == ()
+
+
 def test_what_is_not_split_is_everywhere() -> None:
     assert Shard(1, 2).ids(StateSpec("conv", "conv", "fp32", (("channel", 6), ("tap", 3)))) == ()
 

@@ -19,7 +19,8 @@ from kvcore.stepplan import RangePlan, StepPlan, StepRow
 def plan():
     rows = (StepRow("a", 1, 0, 3), StepRow("b", 7, 9, 1))
     pages = RangePlan("full", "pages", [0, 2, 5], [4, 5, 9, 2**40, 8], [5], [6], [8])
-    return StepPlan(3, rows, (pages,))
+    states = RangePlan("state", "slots", [0, 1, 2], [3, 4], [7], [5], [4], [7, -1, 3, 4])
+    return StepPlan(3, rows, (pages, states))
 
 
 def test_round_trip_keeps_every_value():
@@ -32,6 +33,8 @@ def test_round_trip_keeps_every_value():
     assert pages.row(0).tolist() == [4, 5]
     assert pages.row(1).tolist() == [9, 2**40, 8]
     assert (pages.fresh.tolist(), pages.copies_src.tolist(), pages.copies_dst.tolist()) == ([5], [6], [8])
+    assert pages.trail.tolist() == []
+    assert got.of("state", "slots").trail.tolist() == [7, -1, 3, 4]
     assert got.encode() == plan().encode()
 
 
@@ -62,6 +65,8 @@ def test_parts_must_match_one_another():
         RangePlan("full", "pages", [0], [], [], [1], [])
     with pytest.raises(IntegrityError):
         StepPlan(1, (), (RangePlan("full", "pages", [0, 0], [], [], [], []),))
+    with pytest.raises(IntegrityError, match="entry per new token"):
+        StepPlan(1, (StepRow("a", 1, 0, 3),), (RangePlan("s", "slots", [0, 1], [3], [], [], [], [4, 3]),))
     with pytest.raises(IntegrityError):
         plan().of("full", "rows")
 
@@ -83,6 +88,10 @@ def test_every_truncation_is_a_protocol_error():
 def test_wrong_array_is_a_protocol_error(value):
     raw = msgspec.msgpack.decode(plan().encode())
     raw["ranges"][0]["fresh"] = value
+    with pytest.raises(ProtocolError):
+        StepPlan.decode(msgspec.msgpack.encode(raw))
+    raw = msgspec.msgpack.decode(plan().encode())
+    raw["ranges"][1]["trail"] = value
     with pytest.raises(ProtocolError):
         StepPlan.decode(msgspec.msgpack.encode(raw))
 

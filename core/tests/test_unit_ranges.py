@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from kvcore.builtin.pools import MemfdPool
-from kvcore.cache import _budgets
+from kvcore.fitting import budgets
 from kvcore.index_spaces import INDEX_SPACES
 from kvcore.layout import Axis, Field, Layout, Region, SpaceSpec, UnitRange
 from kvcore.manager import Manager
@@ -34,7 +34,7 @@ class Side:
     def __init__(self, arena: str, requests: int, memory: int) -> None:
         self.layout = layout(arena)
         self.plan = plan_capacity({"csa": self.layout}, memory, requests)
-        self.manager = Manager(_budgets({"csa": self.layout}, self.plan.units), SPACES, max_requests=requests)
+        self.manager = Manager(budgets({"csa": self.layout}, self.plan.units), SPACES, max_requests=requests)
         self.pool = Pool(self.layout, self.plan.units["csa"], MemfdPool())
         assert self.pool.arena.tensor().numel() == self.plan.allocated_bytes <= memory
         self.pool.arena.array()[:] = 0xFF

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from kvcore.builtin.kernels_reference import ReferenceCopyUnits
 from kvcore.builtin.kernels_torch import TorchCopyUnits
 from kvcore.builtin.pools import MemfdPool
-from kvcore.cache import KVCache, _budgets
+from kvcore.cache import KVCache
 from kvcore.config import load_config
 from kvcore.contract import StateComponent
 from kvcore.errors import LayoutError
+from kvcore.fitting import budgets
 from kvcore.index_spaces import INDEX_SPACES
 from kvcore.layout import Axis, Field, Layout, Placement, Region, SpaceSpec, UnitRange
 from kvcore.manager import Manager
@@ -197,7 +198,7 @@ def test_a_request_of_both_regions_moves_and_comes_back() -> None:
     for arena, requests in zip(ARENAS, (3, 2), strict=True):
         made = sparse(arena)
         plan = plan_capacity({"g": made}, 8192, requests)
-        manager = Manager(_budgets({"g": made}, plan.units), SPACES, max_requests=requests)
+        manager = Manager(budgets({"g": made}, plan.units), SPACES, max_requests=requests)
         pool = Pool(made, plan.units["g"], MemfdPool())
         pool.arena.array()[:] = 0xFF
         sides.append((made, manager, pool))

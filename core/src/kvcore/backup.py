@@ -156,8 +156,8 @@ class Retractor:
         """Save a request's components, free its units, and return its handle.
 
         Units stay unallocatable until the backend's copy has ended. Where the backend is full the bytes are dropped
-        and the handle says so (counted and logged). Raises BackupError with the request untouched where the backend
-        refused to begin. A copy that fails later costs the bytes only: :meth:`resume` then says so.
+        and the handle says so (counted and logged). Checkpoints are dropped. Raises BackupError with the request untouched
+        where the backend refused to begin, RequestError where an open step is rewriting its state. A copy that fails later costs the bytes only: :meth:`resume` then says so.
         """
         if len(engine_data) > MAX_ENGINE_DATA:
             raise RequestError(
@@ -167,6 +167,7 @@ class Retractor:
         sizes = dict[str, int]()
         copy: _Copy | None = None
         if self._backup is not None and length:
+            self._manager.demand_quiet(request_id)
             payloads = self._manager.payloads(request_id, 0, length, last=True)
             self._check_complete(request_id, payloads)
             sizes = _sizes(self._layouts, payloads)

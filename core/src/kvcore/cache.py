@@ -14,7 +14,7 @@ transport) by step plans. An engine's loop is::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,100 +25,22 @@ import numpy as np
 from kvcore.backup import RetractionHandle, RetractionStats, Retractor
 from kvcore.backup_fit import check_backup, check_backup_size
 from kvcore.config import Config
-from kvcore.contract import DONE, AttendParams, Backup, BatchPlan, Fence, Format, PoolView, Transport
+from kvcore.contract import Backup, PoolView, Transport
 from kvcore.dispatch import KernelChoice
-from kvcore.errors import CapacityError, ConfigError, RequestError, UnsupportedError
+from kvcore.errors import CapacityError, RequestError
+from kvcore.fitting import Holders, budgets
 from kvcore.layout import Int64Array, Layout
-from kvcore.manager import Manager, ManagerStats, RangeBudget, Request
+from kvcore.manager import Manager, ManagerStats, Request
 from kvcore.peers import ReceiveSide, SendSide
 from kvcore.plugins import Registry
 from kvcore.sizing import CapacityPlan, plan_capacity
-from kvcore.spec import LayerGroup, ModelSpec, Ranks, Shard
-from kvcore.stepplan import StepPlan, StepRow
+from kvcore.spec import ModelSpec, Ranks, Shard
+from kvcore.step import Step
 from kvcore.store import Store
 from kvcore.transfer.manifest import Manifest, new_instance
 
 if TYPE_CHECKING:
     import torch
-
-
-class Step:
-    """One forward pass: what the rows store, and what they attend to.
-
-    A context manager: leaving it without :meth:`commit` (an exception, an abort) abandons the step, and the cache is as
-    if it had never begun.
-    """
-
-    def __init__(
-        self, manager: Manager, store: Store, plan: StepPlan, on_abandon: Callable[[Collection[str]], None]
-    ) -> None:
-        self.plan = plan
-        self._on_abandon = on_abandon
-        self._manager = manager
-        self._store = store
-        self._open = True
-
-    def batch(self, group: str, range_name: str | None = None) -> BatchPlan:
-        """The batch of one layer group, as its kernels see it; of its first unit range, or another one."""
-        return self._store.plan(group, range_name)
-
-    def state_slots(self, group: str, range_name: str | None = None) -> torch.Tensor:
-        """Where the state of each row lies: ``int64 [R]``, −1 for none. See :meth:`kvcore.store.Store.state_slots`."""
-        return self._store.state_slots(group, range_name)
-
-    def store(
-        self,
-        layer: int,
-        rows: Mapping[str, torch.Tensor],
-        valid: torch.Tensor | None = None,
-        after: Fence = DONE,
-    ) -> Fence:
-        """Encode and write the new tokens of a layer: ``rows[name] [T, H, D]``; ``valid`` bool ``[T]`` drops rows."""
-        return self._store.store(layer, rows, valid, after)
-
-    def attend(
-        self, layer: int, q: torch.Tensor, out: torch.Tensor, params: AttendParams, after: Fence = DONE
-    ) -> Fence:
-        """Attention of the step's queries ``[T, Hq, Dk]`` on the pools, into ``out [T, Hq, Dv]``."""
-        return self._store.attend(layer, q, out, params, after)
-
-    def load(self, layer: int, slots: torch.Tensor, out: Mapping[str, torch.Tensor], after: Fence = DONE) -> Fence:
-        """Decode stored rows at ``slots`` int64 ``[N]`` into ``out[name] [N, H, D]``; −1 gives zeros."""
-        return self._store.load(layer, slots, out, after)
-
-    def commit(self, accepted: Sequence[int] | None = None) -> tuple[StepRow, ...]:
-        """Make the step's tokens part of their requests; ``accepted[r]`` keeps only the first tokens of row r.
-
-        Returns the rows whose request was released meanwhile: nothing of them is kept.
-        """
-        self._check()
-        self._store.mark()
-        stale = self._manager.commit(self.plan, accepted)
-        self._open = False
-        return stale
-
-    def abandon(self) -> None:
-        """Undo the step: lengths are as before, units it reserved stay with their requests.
-
-        A transfer that was offered layers of it is aborted.
-        """
-        self._check()
-        self._on_abandon([row.request for row in self.plan.rows])
-        self._manager.abandon(self.plan)
-        self._open = False
-
-    def _check(self) -> None:
-        if not self._open:
-            raise RequestError("step is already committed or abandoned", step=self.plan.step)
-
-    def __enter__(self) -> Step:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._open:
-            self.abandon()
 
 
 class CacheStats(msgspec.Struct, frozen=True):
@@ -159,6 +81,7 @@ class KVCache:
         manager: Manager,
         store: Store,
         retractor: Retractor,
+        holders: Holders,
         registry: Registry,
         shard: Shard,
         ranks: Ranks,
@@ -172,6 +95,7 @@ class KVCache:
         self.shard = shard
         self.ranks = ranks
         self._retractor = retractor
+        self._holders = holders
         self._registry = registry
         self._sides: list[SendSide | ReceiveSide] = []
         self._closed = False
@@ -200,16 +124,11 @@ class KVCache:
         """
         shard = shard or Shard()
         kv_format = registry.format(config.cache.format, **config.cache.format_options)
-        here = _on_rank(model, shard)
-        layouts = {group.prefix: _layout(group, kv_format, config, registry, shard) for group in here.groups}
+        holders = Holders(model, kv_format, registry, shard)
+        here = holders.model
+        layouts = holders.layouts(page_size=config.cache.page_size, arena=config.cache.arena)
         spaces = registry.index_spaces()
-        for layout in layouts.values():
-            for spec in layout.spaces:
-                if spec.kind not in spaces:
-                    raise UnsupportedError(
-                        "no installed plugin provides this index space", kind=spec.kind, known=sorted(spaces)
-                    )
-                spaces[spec.kind].check(spec)
+        holders.check(layouts, spaces)
         backup: Backup | None = None
         if config.retraction.policy == "backup":
             backup = registry.backup(config.retraction.backend, **config.retraction.options)
@@ -221,9 +140,10 @@ class KVCache:
             spaces=spaces,
             step_tokens=config.cache.max_tokens,
             step_rows=config.cache.max_rows,
+            checkpoints=config.cache.checkpoints,
         )
         units = capacity.units
-        manager = Manager(_budgets(layouts, units), spaces, max_requests=capacity.request_capacity)
+        manager = Manager(budgets(layouts, units), spaces, max_requests=capacity.request_capacity)
         if backup is not None:
             check_backup_size(backup, layouts, spaces, manager.max_request_tokens)
         store = Store(
@@ -239,9 +159,9 @@ class KVCache:
             shard=shard,
         )
         try:
-            states = frozenset(group.prefix for group in here.groups if group.kind == "state")
-            retractor = Retractor(manager, store, backup, layouts, states)
-            return cls(model, config, layouts, capacity, manager, store, retractor, registry, shard, ranks or Ranks())
+            retractor = Retractor(manager, store, backup, layouts, frozenset(holders.components))
+            place = (registry, shard, ranks or Ranks())
+            return cls(model, config, layouts, capacity, manager, store, retractor, holders, *place)
         except BaseException:
             store.close()
             raise
@@ -331,19 +251,56 @@ class KVCache:
         """Unit ids of a request, in logical order."""
         return self.manager.units(request_id, group, range_name)
 
+    # --- checkpoints ---
+
+    def checkpoint(self, request_id: str) -> None:
+        """Keep the state of a request at its present length, for :meth:`rollback`. No byte moves.
+
+        Whoever rejects tokens takes one before them. See :meth:`kvcore.manager.Manager.checkpoint`. A fork does not
+        inherit it, and :meth:`retract` drops it. UnsupportedError, with the reason, where a state component declares no
+        checkpoints.
+        """
+        self._holders.demand_checkpoints()
+        self.manager.checkpoint(request_id)
+
+    def drop_checkpoints(self, request_id: str, *, below: int | None = None) -> None:
+        """Give up checkpoints at fewer than ``below`` tokens (all by default), and the state slots they hold."""
+        with self._poisoning(request_id):
+            self.manager.drop_checkpoints(request_id, below=below)
+
+    def rollback(self, request_id: str, num_tokens: int) -> Request:
+        """Take back the last tokens of a request, in every component or in none: see
+        :meth:`kvcore.manager.Manager.rollback`.
+
+        RequestError too while it is in a transfer (unless ``num_tokens`` is 0): what was sent would be computed again.
+        """
+        if num_tokens:
+            for side in self._sides:
+                side.refuse_rollback(request_id)
+        with self._poisoning(request_id):
+            return self.manager.rollback(request_id, num_tokens)
+
     # --- steps ---
 
-    def begin(self, rows: Sequence[tuple[str, int]]) -> Step:
+    def begin(self, rows: Sequence[tuple[str, int]], speculative: bool = False) -> Step:
         """Begin a step with ``(request id, new tokens)`` rows, in batch order.
 
         Missing units are allocated for all rows or for none: CapacityError leaves everything as it was, and is the
         moment to retract. Where a retracted request's units are still being copied out, that is waited for first.
         A request whose whole prompt is offered is refused (RequestError) until it was taken over: a receiver reads its
         last page and its state. To go on here too, step a fork of it.
+
+        Args:
+            rows: ``(request id, new tokens)``.
+            speculative: keep the state after every new token (:meth:`Step.state_trail`), so that ``commit`` may accept
+                any number of them. Takes a state slot a token until then. A model without a state needs none of it.
+                UnsupportedError where a state component declares no checkpoints.
         """
+        if speculative:
+            self._holders.demand_checkpoints()
         for side in self._sides:
             side.refuse_steps(request_id for request_id, _ in rows)
-        plan = self._retractor.with_room(lambda: self.manager.plan_step(rows))
+        plan = self._retractor.with_room(lambda: self.manager.plan_step(rows, speculative=speculative))
         try:
             self.store.begin(plan)
         except BaseException:
@@ -354,7 +311,10 @@ class KVCache:
     # --- retraction ---
 
     def retract(self, request_id: str, engine_data: bytes = b"") -> RetractionHandle:
-        """Take a request off the device; its transfer is aborted. See :meth:`kvcore.backup.Retractor.retract`."""
+        """Take a request off the device; its transfer is aborted, its checkpoints are dropped.
+
+        See :meth:`kvcore.backup.Retractor.retract`.
+        """
         self._let_go(request_id)
         with self._poisoning(request_id):
             return self._retractor.retract(request_id, engine_data)
@@ -383,7 +343,8 @@ class KVCache:
         HandshakeError for what cannot be converted, and for what no rank of the sender holds.
         """
         manifest, config = self._manifest("receiver"), self.config.transfer
-        side = ReceiveSide.open(addresses, manifest, config, self._transport(), self.manager, self.store)
+        poll = self._retractor.poll
+        side = ReceiveSide.open(addresses, manifest, config, self._transport(), self.manager, self.store, poll)
         self._sides.append(side)
         return side
 
@@ -432,11 +393,12 @@ class KVCache:
         if not self.poison_freed:
             yield
             return
+        self.manager.get(request_id)
         ranges = [(group, item.name) for group, layout in self.layouts.items() for item in layout.ranges]
-        before = {key: self.manager.units(request_id, *key) for key in ranges}
+        before = {key: self.manager.free_units(*key) for key in ranges}
         yield
         for (group, name), units in before.items():
-            freed = np.intersect1d(units, self.manager.free_units(group, name))
+            freed = np.setdiff1d(self.manager.free_units(group, name), units)
             pool = self.store.pools[group]
             pool.fill(freed, 0xFF, pool.components_of(name))
 
@@ -475,47 +437,3 @@ class KVCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _on_rank(model: ModelSpec, shard: Shard) -> ModelSpec:
-    """The model without the layer groups of which this pipeline stage holds no layer."""
-    if not shard.layers:
-        return model
-    held = tuple(group for group in model.groups if set(group.layers) & set(shard.layers))
-    if not held:
-        raise ConfigError("no layer of the model is on this rank", model=model.name, layers=shard.layers)
-    return msgspec.structs.replace(model, groups=held)
-
-
-def _layout(group: LayerGroup, kv_format: Format, config: Config, registry: Registry, shard: Shard) -> Layout:
-    if group.kind == "state":
-        holders = [item for item in registry.state_components() if item.applies(group)]
-        if len(holders) != 1:
-            raise UnsupportedError(
-                "a group of recurrent state needs exactly one state component",
-                group=group.prefix,
-                got=[item.name for item in holders],
-                remedy="enable a plugin that provides a state component for this model",
-            )
-        return holders[0].layout(group, shard=shard, arena=config.cache.arena)
-    kv_format.supports(group).require(
-        "format cannot hold this layer group", format=kv_format.name, group=group.prefix, remedy="choose another format"
-    )
-    return kv_format.layout(group, page_size=config.cache.page_size, shard=shard, arena=config.cache.arena)
-
-
-def _budgets(layouts: Mapping[str, Layout], units: Mapping[str, Mapping[str, int]]) -> list[RangeBudget]:
-    budgets = []
-    for name, layout in layouts.items():
-        placement = layout.place(units[name])
-        for unit_range in layout.ranges:
-            holders = [region for region in layout.regions if unit_range.name in region.ranges]
-            components = tuple(dict.fromkeys(region.component for region in holders))
-            ((first, count),) = {
-                (first, count)
-                for region in holders
-                for part, first, count in placement.ranges[region.name]
-                if part == unit_range.name
-            }
-            budgets.append(RangeBudget(name, unit_range.name, layout.space(unit_range.space), count, first, components))
-    return budgets

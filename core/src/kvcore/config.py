@@ -34,6 +34,7 @@ _BYTES = {"kvcore": "bytes"}
 
 Bytes = Annotated[int, msgspec.Meta(gt=0, extra=_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Part = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -50,6 +51,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         arena: what lies side by side in memory: all layers of a page, or all pages of a layer.
         max_requests: requests that windows, rings and states are put aside for: most live requests of a model that has
             any. Others are bounded by tokens alone.
+        checkpoints: state slots put aside per request beyond the live one, for checkpoints and speculative steps.
         max_rows: most requests in a step.
         max_tokens: most new tokens in a step.
     """
@@ -61,6 +63,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "cpu"
     arena: ArenaOrder = "page_major"
     max_requests: Count = 64
+    checkpoints: Natural = 0
     max_rows: Count = 64
     max_tokens: Count = 2048
 
@@ -176,12 +179,17 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls.from_mapping(plain)
 
 
-def load_config(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+def load_config(
+    path: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Config:
     """Read a configuration.
 
     Args:
         path: a TOML file; None starts from the defaults.
         overrides: dotted key → value, e.g. ``{"cache.format": "fp16"}``; None as a value means "not given".
+        defaults: the same for what neither the file nor ``overrides`` say.
 
     Raises:
         ConfigError: the file cannot be read, or anything in it or in the overrides is wrong.
@@ -196,6 +204,9 @@ def load_config(path: Path | None = None, overrides: Mapping[str, Any] | None = 
             raise ConfigError("configuration file is not valid TOML", path=str(path), cause=str(error)) from error
     for key, value in (overrides or {}).items():
         if value is not None:
+            _override(data, key, value)
+    for key, value in (defaults or {}).items():
+        if not _says(data, key):
             _override(data, key, value)
     try:
         return Config.from_mapping(data)
@@ -288,6 +299,18 @@ def _override(data: dict[str, Any], key: str, value: Any) -> None:
             raise ConfigError("key has no parts", key=".".join(parents[: depth + 1]), got=key)
         here = inner
     here[last] = value
+
+
+def _says(data: Mapping[str, Any], key: str) -> bool:
+    """Whether there is a value at a dotted key, or one above it that is no table: the check that follows refuses that."""
+    here: Any = data
+    for name in key.split("."):
+        if not isinstance(here, dict):
+            return True
+        if name not in here:
+            return False
+        here = here[name]
+    return True
 
 
 def _checked(data: Any, cls: type[msgspec.Struct], path: str) -> dict[str, Any]:

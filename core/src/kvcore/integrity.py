@@ -1,4 +1,4 @@
-"""The recount of every unit: what tables, open steps and holds name, against what allocators say (integers only)."""
+"""The recount of every unit: what tables, checkpoints, open steps and holds name, against the allocators (integers only)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from kvcore.steps import StepBook
 
 
 def check_units(ranges: RangeSet, requests: RequestTable, steps: StepBook, holds: Iterable[Hold]) -> None:
-    """Raise IntegrityError unless every unit is free, quarantined, or referenced as often as tables name it."""
+    """Raise IntegrityError unless every unit is free, quarantined, or referenced as often as it is named."""
     held_by_copies = tuple(holds)
     for key, part in ranges.items():
         part.allocator.check_integrity()
         owned = [_live_units(request, part) for request in requests]
         held = [ids for hold in held_by_copies for other, ids in hold if other is part]
+        owned += [kept[key] for request in requests for kept in request._checkpoints.values() if key in kept]
         for step in steps:
-            owned.append(step.sources(key))
+            owned.append(step.references(key))
             held.append(step.held[key])
         first = part.allocator.null_unit
         everything = np.arange(first, first + part.allocator.capacity + 1, dtype=np.int64)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import numpy as np
 
+from kvcore import checkpoints
 from kvcore.contract import IndexSpace
+from kvcore.counts import ManagerStats, RangeStats, count_units
 from kvcore.errors import (
     ConfigError,
     EmptyPromptError,
@@ -23,31 +24,20 @@ from kvcore.integrity import check_units
 from kvcore.layout import Int64Array
 from kvcore.ranges import RangeBudget, RangeSet
 from kvcore.requests import RangeKey, Request, RequestTable
-from kvcore.rules import demand_live, demand_reversible, demand_rewindable, demand_step_fits, joint_prefix
+from kvcore.rules import (
+    demand_live,
+    demand_reversible,
+    demand_rewindable,
+    demand_rollback,
+    demand_step_fits,
+    joint_prefix,
+)
 from kvcore.stepplan import StepPlan, StepRow
 from kvcore.steps import StepBook
 from kvcore.transfer.payload import Payload
+from kvcore.unit_lists import arriving_units, final_payloads
 
 __all__ = ["Hold", "Manager", "ManagerStats", "RangeBudget", "RangeStats", "Request"]
-
-
-class RangeStats(msgspec.Struct, frozen=True):
-    """Units of one range: ``free + used + quarantined == capacity``."""
-
-    group: str
-    range: str
-    capacity: int
-    free: int
-    used: int
-    quarantined: int
-
-
-class ManagerStats(msgspec.Struct, frozen=True):
-    """What a manager holds now."""
-
-    ranges: tuple[RangeStats, ...]
-    requests: int
-    open_steps: int
 
 
 class Manager:
@@ -110,49 +100,14 @@ class Manager:
         Args:
             total: length at the end of the chunks, where it is known: units that are dead by then are left out.
         """
-        request = self._sound(request_id)
-        if not 0 <= start <= stop <= request._reserved or (total is not None and total < stop):
-            raise RequestError(
-                "tokens the request does not hold",
-                request=request_id,
-                start=start,
-                stop=stop,
-                reserved=request._reserved,
-                total=total,
-            )
-        found = []
-        for key, part in self._ranges.items():
-            lo, hi = part.space.final_units(part.spec, start, stop, last=last)
-            if hi > len(request._tables[key]):
-                raise RequestError(
-                    "units that no step has reached yet are not final",
-                    request=request_id,
-                    group=part.budget.group,
-                    range=part.budget.range,
-                    stop=stop,
-                    length=request._length,
-                )
-            if total is not None:
-                lo = min(max(lo, part.first_live(total)), hi)
-            ids = request._tables[key][lo:hi]
-            live = part.real(ids)  # dead units precede live ones
-            budget = part.budget
-            first = lo + len(ids) - len(live)
-            found.append(Payload.of(budget.group, budget.range, budget.components, first, live))
-        return tuple(found)
+        return final_payloads(self._ranges, self._sound(request_id), start, stop, last=last, total=total)
 
     def destinations(self, request_id: str, length: int) -> dict[RangeKey, Int64Array]:
         """Where a transfer of ``length`` tokens lands: unit ids by logical unit, −1 where nothing arrives.
 
         ``int64 [N]`` by ``(group, range)``. What is −1 is dead at that length, or belongs to no token of it.
         """
-        request = self._requests.get(request_id)
-        tables = {}
-        for key, part in self._ranges.items():
-            lo, hi = part.arriving(length)
-            tables[key] = np.full(len(request._tables[key]), -1, np.int64)
-            tables[key][lo:hi] = request._tables[key][lo:hi]
-        return tables
+        return arriving_units(self._ranges, self._requests.get(request_id), length)
 
     def joint_prefix(self, request_id: str, at_most: int) -> int:
         """Longest prefix of a request, up to ``at_most`` tokens, that :meth:`fork` can share in every range.
@@ -164,18 +119,7 @@ class Manager:
 
     def stats(self) -> ManagerStats:
         """Count units and requests."""
-        ranges = tuple(
-            RangeStats(
-                group=part.budget.group,
-                range=part.budget.range,
-                capacity=part.allocator.capacity,
-                free=part.allocator.free_count,
-                used=part.allocator.used_count,
-                quarantined=part.allocator.quarantined_count,
-            )
-            for part in self._ranges.values()
-        )
-        return ManagerStats(ranges=ranges, requests=len(self._requests), open_steps=len(self._steps))
+        return count_units(self._ranges, len(self._requests), len(self._steps))
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -231,6 +175,7 @@ class Manager:
         """Admit ``new_id`` with the first ``prefix_tokens`` tokens of a request, sharing its units by count.
 
         No byte moves: a shared unit is copied when one of its owners first writes into it. 0 tokens share nothing.
+        Checkpoints stay with the request they were taken of.
         RequestError past the request's length or while it is in a step; UnsupportedError where an index space no longer
         holds what the prefix needs.
         """
@@ -241,6 +186,7 @@ class Manager:
         fork = self._requests.add(new_id)
         for key, part in self._ranges.items():
             table = request._tables[key][: part.num_units(prefix_tokens)].copy()
+            fork.wrote(key, request.reach(key))
             table[: part.evict_before(prefix_tokens)] = part.null
             part.allocator.retain(part.real(table))
             fork._tables[key] = table
@@ -297,11 +243,55 @@ class Manager:
         demand_rewindable(self._ranges, request, length)
         self._end_filling(request)
         for key, part in self._ranges.items():
-            table = request._tables[key]
-            keep = part.num_units(length)
-            part.allocator.release(part.real(table[keep:]))
-            request._tables[key] = table[:keep].copy()
+            request._tables[key] = checkpoints.shorten(part, request._tables[key], length)
+        checkpoints.drop(self._ranges, request, [other for other in request._checkpoints if other > length])
         request._length = request._reserved = length
+        return request
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def checkpoint(self, request_id: str) -> None:
+        """Keep the state of a request at its present length, so that :meth:`rollback` can go back to it.
+
+        No unit is taken and no byte moves: the next step finds the state shared and writes into a copy, which needs a free
+        unit (:meth:`plan_step` says CapacityError). A checkpoint serves its exact length and goes with the request, or
+        when the request is taken back below it. A second one at one length, one of no tokens, and one of a model
+        without a state change nothing. RequestError while the request is in a step, being filled or spoiled.
+        """
+        request = self._filled(request_id)
+        self._end_filling(request)
+        checkpoints.keep(self._ranges, request)
+
+    def drop_checkpoints(self, request_id: str, *, below: int | None = None) -> None:
+        """Give up the checkpoints of a request at fewer than ``below`` tokens (all by default), in any state."""
+        request = self._requests.get(request_id)
+        checkpoints.drop(self._ranges, request, [at for at in request.checkpoints if below is None or at < below])
+
+    def rollback(self, request_id: str, num_tokens: int) -> Request:
+        """Take back the last ``num_tokens`` tokens of a request, in every range or in none.
+
+        Ranges of tokens drop them as :meth:`truncate` does; a state needs a checkpoint at exactly that length, or no
+        token left: then the next step begins with a fresh one. A spoiled request is ready again afterwards. 0 tokens
+        change nothing (of a spoiled request: its state is that of a checkpoint at its length).
+
+        RequestError for more tokens than there are, or in a step; UnsupportedError, with the lengths of the checkpoints,
+        where a range cannot go back.
+        """
+        request = self._settled(request_id)
+        length = request._length - num_tokens
+        if not 0 <= length <= request._length:
+            raise RequestError(
+                "not a number of tokens that the request can give up",
+                request=request_id,
+                num_tokens=num_tokens,
+                length=request._length,
+            )
+        if num_tokens == 0 and not request._spoiled:
+            return request
+        self._demand_filled(request)
+        demand_rollback(self._ranges, request, length)
+        self._end_filling(request)
+        checkpoints.roll_back(self._ranges, request, length)
         return request
 
     def release(self, request_id: str, *, generation: int | None = None) -> None:
@@ -315,6 +305,11 @@ class Manager:
         for key, table in self._requests.remove(request).items():
             part = self._ranges[key]
             part.allocator.release(part.real(table))
+
+    def demand_quiet(self, request_id: str) -> None:
+        """Raise RequestError where an open step rewrites a state of the request: a copy of it would be of no length."""
+        if any(part.exact for part in self._ranges.values()):
+            self._settled(request_id)
 
     def hold(self, request_id: str, *, live_at: int = 0) -> Hold:
         """Quarantine all units a request owns now, for an asynchronous copy, until :meth:`Hold.release`.
@@ -334,12 +329,18 @@ class Manager:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def plan_step(self, rows: Sequence[tuple[str, int]]) -> StepPlan:
+    def plan_step(self, rows: Sequence[tuple[str, int]], *, speculative: bool = False) -> StepPlan:
         """Plan one step: ``(request, new tokens)`` per row, in batch order.
 
         Holds the units the new tokens need, and replaces shared units they write into by copies: for all rows and
         ranges, or for none. Each row's request is in the step until :meth:`commit` or :meth:`abandon`; other requests
         may be in another open step.
+
+        Args:
+            rows: ``(request, new tokens)`` in batch order.
+            speculative: units that serve one length only (states) are not written in place: of each row the state after
+                every new token goes to a unit of its own (:attr:`kvcore.stepplan.RangePlan.trail`), so that
+                :meth:`commit` may accept any number of them. Takes a unit a token until then.
 
         Raises RequestError for a row without new tokens, twice in the plan, in another open step or being filled;
         UnknownRequestError; PromptTooLongError; CapacityError with ``needed`` and ``free`` of the first short range.
@@ -352,17 +353,18 @@ class Manager:
             requests.append((request, count))
         if len({request.id for request, _ in requests}) < len(requests):
             raise RequestError("a request stands twice in one step", rows=[request.id for request, _ in requests])
-        demand_step_fits(self._ranges, requests)
+        demand_step_fits(self._ranges, requests, speculative=speculative)
         for request, count in requests:
             self._end_filling(request)
             self._grow(request, request._length + count)
-        return self._steps.open(requests)
+        return self._steps.open(requests, speculative=speculative)
 
     def commit(self, plan: StepPlan, accepted: Sequence[int] | None = None) -> tuple[StepRow, ...]:
         """The step ran: lengths advance by the accepted tokens of each row (all by default).
 
         A row whose request was released meanwhile (also when its id was admitted again) is skipped: aborting during a
-        step is ordinary, the other rows stand. Returns the skipped rows. Units stay held for rejected tokens.
+        step is ordinary, the other rows stand. Returns the skipped rows. Units stay held for rejected tokens, and a
+        speculative step leaves each request the state after its last accepted token.
 
         Raises StaleHandleError for a plan that is not open (committed, abandoned, or another manager's), RequestError
         for ``accepted`` that does not match the rows, UnsupportedError where an index space cannot go back over rejected
@@ -378,9 +380,12 @@ class Manager:
                 expected=[row.count for row in plan.rows],
                 got=counts,
             )
+        speculative = self._steps.speculative(plan)
         for row, count in zip(plan.rows, counts, strict=True):
             if count < row.count:
-                demand_reversible(self._ranges, row.request, row.stop, row.start + count)
+                request = self._requests.find(row.request, row.generation)
+                end = row.start + count
+                demand_reversible(self._ranges, row.request, request, row.stop, end, speculative=speculative)
         return self._steps.commit(plan, counts)
 
     def abandon(self, plan: StepPlan, *, ran: bool = True) -> tuple[StepRow, ...]:
@@ -390,15 +395,15 @@ class Manager:
         meanwhile. StaleHandleError for a plan that is not open.
 
         Args:
-            ran: False where no byte was written. Else a request with a state, which a step rewrites in place, is
-                spoiled: every call but ``release`` raises RequestError from now on.
+            ran: False where no byte was written. Else a request whose state the step has rewritten in place, not in a
+                copy, is spoiled: it can be released, or rolled back to a checkpoint; other calls raise RequestError.
         """
         return self._steps.abandon(plan, ran=ran)
 
     # --- integrity ---------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless every unit is free, quarantined, or referenced as often as tables name it."""
+        """Raise IntegrityError unless every unit is free, quarantined, or referenced as often as it is named."""
         check_units(self._ranges, self._requests, self._steps, self._holds)
 
     # --- rules that several calls share ------------------------------------------------------------------------------
@@ -410,12 +415,17 @@ class Manager:
                 "an abandoned step has overwritten the state of the request",
                 request=request_id,
                 length=request._length,
-                remedy="release it, and compute its tokens again",
+                checkpoints=list(request.checkpoints),
+                remedy="roll it back to a checkpoint, or release it and compute its tokens again",
             )
         return request
 
     def _idle(self, request_id: str) -> Request:
-        request = self._sound(request_id)
+        self._sound(request_id)
+        return self._settled(request_id)
+
+    def _settled(self, request_id: str) -> Request:
+        request = self._requests.get(request_id)
         if request._open_step is not None:
             raise RequestError(
                 "request is in an open step",
@@ -427,13 +437,16 @@ class Manager:
 
     def _filled(self, request_id: str) -> Request:
         request = self._idle(request_id)
+        self._demand_filled(request)
+        return request
+
+    def _demand_filled(self, request: Request) -> None:
         if request._external and not request._length:
             raise RequestError(
                 "request is still being filled",
-                request=request_id,
+                request=request.id,
                 remedy="call set_length when the transfer or restore is done",
             )
-        return request
 
     def _grow(self, request: Request, stop: int) -> None:
         for key, part in self._ranges.items():

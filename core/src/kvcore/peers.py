@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Generic, Self
 
 import numpy as np
@@ -108,6 +108,18 @@ class _Side(ABC, Generic[EventT]):
                     request=request_id,
                     remedy="wait for its final event, or step a fork of it",
                 )
+
+    def refuse_rollback(self, request_id: str) -> None:
+        """Raise RequestError for a request in a transfer: what was sent of it must not be computed again differently."""
+        if self._moves(request_id):
+            with contextlib.suppress(TransferError):
+                self._drain()
+        if self._moves(request_id):
+            raise RequestError(
+                "the request is in a transfer, its tokens cannot be taken back",
+                request=request_id,
+                remedy="abort the transfer, or wait for its final event",
+            )
 
     def _drain(self) -> None:
         for event in self._link.events():
@@ -329,9 +341,11 @@ class ReceiveSide(_Side[ReceiveEvent]):
         transport: Transport,
         manager: Manager,
         store: Store,
+        before_admit: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(endpoint, transport, manager, store)
         self._endpoint = endpoint
+        self._before_admit = before_admit
         self._filling: dict[str, Held] = {}
 
     @classmethod
@@ -343,8 +357,12 @@ class ReceiveSide(_Side[ReceiveEvent]):
         transport: Transport,
         manager: Manager,
         store: Store,
+        before_admit: Callable[[], None] = lambda: None,
     ) -> Self:
-        """Connect to every rank of the sender and shake hands. Takes ownership of ``transport``, also when it fails."""
+        """Connect to every rank of the sender and shake hands. Takes ownership of ``transport``, also when it fails.
+
+        ``before_admit`` is called before units are allocated for a request: to give back those whose copies have ended.
+        """
         try:
             transport.register(store.arenas())
             endpoint = ReceiverEndpoint(
@@ -358,7 +376,7 @@ class ReceiveSide(_Side[ReceiveEvent]):
         except BaseException:
             transport.close()
             raise
-        return cls(endpoint, transport, manager, store)
+        return cls(endpoint, transport, manager, store, before_admit)
 
     def ask(self, request_id: str, num_tokens: int) -> None:
         """Allocate units for a prompt and pull it as it is computed.
@@ -367,6 +385,7 @@ class ReceiveSide(_Side[ReceiveEvent]):
         PeerLostError; nothing is held then. :class:`ReceiveDone` makes the request ready to decode.
         """
         self._drain()
+        self._before_admit()
         self._manager.admit(request_id, num_tokens, external=True)
         try:
             tables = self._manager.destinations(request_id, num_tokens)

@@ -1,8 +1,9 @@
 """Finding and loading plugins (no torch).
 
 A plugin is an entry point in the group ``kvcore`` that exposes ``PLUGIN``. The names it provides are listed in further
-groups of the same distribution (``kvcore.formats``, ``kvcore.transports``, ``kvcore.backups``, ``kvcore.commands``), so
-that they are known without importing it. A plugin is imported only if it is enabled.
+groups of the same distribution (``kvcore.formats``, ``kvcore.state_components``, ``kvcore.transports``,
+``kvcore.backups``, ``kvcore.commands``), so that they are known without importing it. A plugin is imported only if it is
+enabled.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ GROUP = "kvcore"
 BUILTIN = "builtin"
 """The plugin that is always enabled."""
 
-ProvidedKind = Literal["formats", "transports", "backups", "commands"]
-PROVIDED_KINDS: tuple[ProvidedKind, ...] = ("formats", "transports", "backups", "commands")
+ProvidedKind = Literal["formats", "state_components", "transports", "backups", "commands"]
+PROVIDED_KINDS: tuple[ProvidedKind, ...] = ("formats", "state_components", "transports", "backups", "commands")
 
 EAGER_KINDS: tuple[str, ...] = tuple(kind.name for kind in KINDS.values() if not kind.lazy)
 

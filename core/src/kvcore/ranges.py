@@ -21,6 +21,11 @@ from kvcore.requests import RangeKey
 _MANY_TOKENS = 1 << 48
 
 
+def is_exact(space: IndexSpace, spec: SpaceSpec) -> bool:
+    """Whether units serve one length only: what is written for two tokens is of no use to the first of them."""
+    return not space.can_rewind(spec, 2, 1)
+
+
 def join(parts: Sequence[Int64Array]) -> Int64Array:
     """Concatenate id arrays; no parts give an empty one."""
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -47,7 +52,11 @@ class RangeBudget(msgspec.Struct, frozen=True):
 
 
 class ManagedRange:
-    """The state of one range. Units are region unit ids."""
+    """The state of one range. Units are region unit ids.
+
+    Attributes:
+        exact: see :func:`is_exact`: to go back takes a checkpoint.
+    """
 
     def __init__(self, budget: RangeBudget, spaces: Mapping[str, IndexSpace]) -> None:
         kind = budget.space.kind
@@ -65,6 +74,7 @@ class ManagedRange:
         self.space = spaces[kind]
         self.space.check(self.spec)
         self.per_request = self.space.units_per_request(self.spec)
+        self.exact = is_exact(self.space, self.spec)
         reserved = self.space.reserved_units(self.spec)
         needed = reserved + (1 if self.per_request is None else min(1, self.per_request))
         if budget.num_units < max(2, needed):
@@ -95,8 +105,11 @@ class ManagedRange:
         return self.budget.first_unit
 
     def num_units(self, length: int) -> int:
-        """Exclusive end of the logical units of ``length`` tokens."""
-        return self.space.num_units(self.spec, length)
+        """Exclusive end of the logical units of ``length`` tokens.
+
+        No tokens have no state, also where a space keeps its unit from the start: it would be that of earlier ones.
+        """
+        return self.space.num_units(self.spec, length) if length or not self.exact else 0
 
     def first_live(self, length: int) -> int:
         """First logical unit that still matters at ``length`` tokens; never past the end."""
@@ -105,6 +118,10 @@ class ManagedRange:
     def evict_before(self, length: int) -> int:
         """Logical units below this one are given back at ``length`` tokens."""
         return min(self.space.evict_before(self.spec, length), self.first_live(length))
+
+    def rewinds(self, length: int, to: int) -> bool:
+        """Whether what was written for ``length`` tokens serves the first ``to`` of them."""
+        return self.space.can_rewind(self.spec, length, to)
 
     def live_units(self, start: int, stop: int) -> int:
         """Units that are held at once while the cache grows from ``start`` to ``stop`` tokens."""
@@ -142,15 +159,21 @@ class ManagedRange:
         chosen: Int64Array = ids[self._unwritten[ids - self.budget.first_unit]]
         return chosen
 
-    def shared_writes(self, rows: Sequence[tuple[Int64Array, int, int]]) -> list[tuple[int, int]]:
-        """Units that a step writes and that have another owner too, as ``(row, logical unit)``.
+    def copied_writes(
+        self, rows: Sequence[tuple[Int64Array, int, int]], *, speculative: bool = False
+    ) -> list[tuple[int, int]]:
+        """Units that a step must not write in place, as ``(row, logical unit)``: those that have another owner too.
 
         Args:
             rows: table, start and stop of each request of the step.
+            speculative: also those of exact spaces that hold a state, which rejected tokens would overwrite.
         """
         spans = [self.writes(start, stop) for _, start, stop in rows]
         parts = [table[lo:hi] for (table, _, _), (lo, hi) in zip(rows, spans, strict=True)]
-        shared = self.allocator.refcounts(join(parts)) > 1
+        written = join(parts)
+        shared = self.allocator.refcounts(written) > 1
+        if speculative and self.exact:
+            shared |= ~self._unwritten[written - self.budget.first_unit]
         if not shared.any():  # the usual case costs one look for the whole batch
             return []
         owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])

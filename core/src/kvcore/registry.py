@@ -27,6 +27,7 @@ from kvcore.contract import (
     Transport,
 )
 from kvcore.errors import ConfigError, KVCoreError, PluginError, UnsupportedError, nearest
+from kvcore.spec import LayerGroup
 
 __all__ = ["KINDS", "Kind", "LoadedPlugin", "Registry", "collect", "describe_cause"]
 
@@ -262,6 +263,32 @@ class Registry:
         """Every state component."""
         return [cast(StateComponent, self._new("state_components", name)) for name in self.names("state_components")]
 
+    def state_component(self, group: LayerGroup, *, model: str = "") -> StateComponent:
+        """Return the one component that holds a group of state.
+
+        Raises:
+            UnsupportedError: none does, or several; it names the model and the group.
+        """
+        holders = [item for item in self.state_components() if item.applies(group)]
+        if len(holders) != 1:
+            known = [item.name for item in self.state_components()]
+            remedy = "enable a plugin that provides a state component for this model"
+            off = self._not_enabled("state_components")
+            if holders:
+                remedy = "enable only one of the plugins that provide these"
+            elif off:
+                remedy += f"; installed and not in plugins: {', '.join(off)}"
+            raise UnsupportedError(
+                "a group of recurrent state needs exactly one state component",
+                model=model,
+                group=group.prefix,
+                states=[state.name for state in group.states],
+                got=[item.name for item in holders],
+                known=known,
+                remedy=remedy,
+            )
+        return holders[0]
+
     def commands(self) -> dict[str, Command]:
         """Subcommands by name."""
         return {name: self.command(name) for name in self.names("commands")}
@@ -331,6 +358,11 @@ class Registry:
             _log.warning("plugins in conflict", **conflict.fields)
             self._conflicts[kind.name, name] = conflict
         self._items[kind.name] = merged
+
+    def _not_enabled(self, kind: str) -> list[str]:
+        """Installed plugins whose metadata lists something of a kind and that the configuration leaves out."""
+        listed = {name for (of, _), plugins in self._promised.items() if of == kind for name in plugins}
+        return sorted(listed - {plugin.name for plugin in self._plugins} - set(self._failures))
 
     def _of(self, kind: str) -> dict[str, tuple[str, Any]]:
         if kind not in KINDS:

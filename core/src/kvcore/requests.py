@@ -27,6 +27,7 @@ class Request:
     """
 
     __slots__ = (
+        "_checkpoints",
         "_external",
         "_length",
         "_open_step",
@@ -34,6 +35,7 @@ class Request:
         "_reserved",
         "_spoiled",
         "_tables",
+        "_written",
         "generation",
         "id",
     )
@@ -48,6 +50,22 @@ class Request:
         self._released = False
         self._spoiled = False
         self._tables: dict[RangeKey, Int64Array] = {}
+        self._checkpoints: dict[int, dict[RangeKey, Int64Array]] = {}
+        # Tokens that a step wrote and that were rejected or abandoned: in a ring they lie where others did.
+        self._written: dict[RangeKey, int] = {}
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """Lengths, ascending, that the request can go back to though its state has moved on."""
+        return tuple(sorted(self._checkpoints))
+
+    def reach(self, key: RangeKey) -> int:
+        """Tokens that were ever written in a range; not below the length."""
+        return max(self._length, self._written.get(key, 0))
+
+    def wrote(self, key: RangeKey, stop: int) -> None:
+        """Note that tokens up to ``stop`` were written that the request does not keep."""
+        self._written[key] = max(stop, self._written.get(key, 0))
 
     @property
     def length(self) -> int:
@@ -62,7 +80,8 @@ class Request:
     @property
     def state(self) -> RequestState:
         """``filling`` by a transfer or restore, ``ready``, ``in_step`` (planned, not committed) or ``released``;
-        ``spoiled`` where an abandoned step has overwritten a state: it can only be released."""
+        ``spoiled`` where an abandoned step has overwritten a state: it can only be released, or rolled back to a
+        checkpoint."""
         if self._released:
             return "released"
         if self._spoiled:
@@ -147,9 +166,13 @@ class RequestTable:
         return request if request is not None and request.generation == generation else None
 
     def remove(self, request: Request) -> dict[RangeKey, Int64Array]:
-        """Forget a request; returns the unit tables it held."""
+        """Forget a request; returns the units it held, once for each reference: its tables and its checkpoints."""
         del self._live[request.id]
         tables, request._tables = request._tables, {key: np.empty(0, np.int64) for key in request._tables}
+        checkpoints, request._checkpoints = request._checkpoints, {}
+        for kept in checkpoints.values():
+            for key, ids in kept.items():
+                tables[key] = np.concatenate((tables[key], ids))
         request._released = True
         request._open_step = None
         return tables

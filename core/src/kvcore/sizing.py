@@ -17,6 +17,7 @@ from kvcore.contract import IndexSpace
 from kvcore.errors import ConfigError, nearest
 from kvcore.index_spaces import INDEX_SPACES
 from kvcore.layout import Layout, Region, SpaceSpec
+from kvcore.ranges import is_exact
 
 Units = dict[str, dict[str, int]]
 """Group → unit range → units, the null unit included."""
@@ -32,7 +33,8 @@ class CapacityPlan(msgspec.Struct, frozen=True):
     Attributes:
         bytes_per_token: what one more token costs, by component and as ``total``; alignment padding is left out.
         padding: alignment padding that one more token costs.
-        per_request_bytes: what is put aside for one request (windows, rings, states), alignment padding left out.
+        per_request_bytes: what is put aside for one request (windows, rings, states and their checkpoints), alignment
+            padding left out.
         per_request_padding: alignment padding of these.
         token_capacity: tokens that fit, of the growing range that is full first; None where nothing grows.
         request_capacity: requests that per-request units are put aside for; None where only tokens bound them.
@@ -58,6 +60,7 @@ def plan_capacity(
     spaces: Spaces = BUILTIN_SPACES,
     step_tokens: int = 0,
     step_rows: int | None = None,
+    checkpoints: int = 0,
 ) -> CapacityPlan:
     """Solve for the most units that fit, balanced so that every growing range holds the same number of tokens.
 
@@ -70,12 +73,13 @@ def plan_capacity(
         step_tokens: most new tokens of a step. A step of a window writes before anything falls dead, so units for one
             step are put aside too.
         step_rows: most requests of a step; ``max_requests`` by default.
+        checkpoints: units put aside per request, beyond the live one, in spaces whose units serve one length only.
 
     Raises:
         ConfigError: not even one usable unit of every range fits (the bytes needed are named), an unknown kind of
             space, or no ``max_requests`` where it is needed.
     """
-    sizer = _Sizer(layouts, max_requests, spaces, step_tokens, step_rows)
+    sizer = _Sizer(tuple(_ranges(layouts, spaces, checkpoints)), layouts, max_requests, step_tokens, step_rows)
     smallest = sizer.units(1)
     needed = allocated_bytes(layouts, smallest)
     if memory < needed:
@@ -108,12 +112,18 @@ def units_for_memory(
     spaces: Spaces = BUILTIN_SPACES,
     step_tokens: int = 0,
     step_rows: int | None = None,
+    checkpoints: int = 0,
 ) -> Units:
     """The units of :func:`plan_capacity`."""
-    plan = plan_capacity(
-        layouts, memory, max_requests, spaces=spaces, step_tokens=step_tokens, step_rows=step_rows
-    )  # fmt: skip
-    return plan.units
+    return plan_capacity(
+        layouts,
+        memory,
+        max_requests,
+        spaces=spaces,
+        step_tokens=step_tokens,
+        step_rows=step_rows,
+        checkpoints=checkpoints,
+    ).units
 
 
 def allocated_bytes(layouts: Mapping[str, Layout], units: Mapping[str, Mapping[str, int]]) -> int:
@@ -139,7 +149,9 @@ def token_capacity(
 class _Range:
     """One unit range, with what its space says of sizes.
 
-    ``partial``: whether a request of one token holds a unit already.
+    Attributes:
+        per_request: units put aside for each request, those for its checkpoints included; None where the range grows.
+        partial: whether a request of one token holds a unit already.
     """
 
     group: str
@@ -154,7 +166,7 @@ class _Range:
         return self.per_request is None
 
 
-def _ranges(layouts: Mapping[str, Layout], spaces: Spaces) -> Iterator[_Range]:
+def _ranges(layouts: Mapping[str, Layout], spaces: Spaces, checkpoints: int = 0) -> Iterator[_Range]:
     for group, layout in layouts.items():
         for item in layout.ranges:
             spec = layout.space(item.space)
@@ -171,6 +183,8 @@ def _ranges(layouts: Mapping[str, Layout], spaces: Spaces) -> Iterator[_Range]:
             per_request = space.units_per_request(spec)
             if per_request is None and not spec.tokens_per_unit:
                 raise ConfigError("a growing space needs tokens per unit", group=group, range=item.name, kind=spec.kind)
+            if per_request is not None and is_exact(space, spec):
+                per_request *= 1 + checkpoints
             partial = space.num_units(spec, 1) > 0
             yield _Range(group, item.name, spec, per_request, space.reserved_units(spec), partial)
 
@@ -180,16 +194,16 @@ class _Sizer:
 
     def __init__(
         self,
+        ranges: tuple[_Range, ...],
         layouts: Mapping[str, Layout],
         max_requests: int | None,
-        spaces: Spaces,
         step_tokens: int,
         step_rows: int | None,
     ) -> None:
         self._layouts = layouts
         self._max_requests = max_requests
         self._step = (step_tokens, step_rows if step_rows is not None else max_requests)
-        self._all = tuple(_ranges(layouts, spaces))
+        self._all = ranges
         self.growing = [item for item in self._all if item.grows]
         self.bounded = [item for item in self._all if item.per_request]
 

@@ -190,6 +190,8 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ranges: list[tuple[int, int]] = []
         base = 0
         for part in state.parts:
+            if not part.num_heads * part.width:
+                continue  # an empty part is nobody's
             first, last = self._heads(state.name, part.num_heads)
             lo, hi = base + first * part.width, base + last * part.width
             if ranges and ranges[-1][1] == lo:

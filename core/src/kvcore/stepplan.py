@@ -49,6 +49,8 @@ class RangePlan(msgspec.Struct, frozen=True, eq=False):
         fresh: units that no committed step has written since they were handed out: zeroed before the rows' writes.
         copies_src, copies_dst: ``[C]`` each, pairwise: copy-on-write, done before anything else of the step. Pairs are
             independent of one another: no destination is a source.
+        trail: ``[T]`` in a speculative step, for a space whose units serve one length only: where the state after each new
+            token goes, −1 where it is not kept; the last token of a row names the row's own unit. Else empty.
     """
 
     group: str
@@ -58,9 +60,10 @@ class RangePlan(msgspec.Struct, frozen=True, eq=False):
     fresh: Int64Array
     copies_src: Int64Array
     copies_dst: Int64Array
+    trail: Int64Array = msgspec.field(default_factory=lambda: np.empty(0, np.int64))
 
     def __post_init__(self) -> None:
-        for name in ("indptr", "units", "fresh", "copies_src", "copies_dst"):
+        for name in ("indptr", "units", "fresh", "copies_src", "copies_dst", "trail"):
             array = np.array(getattr(self, name), dtype=np.int64, ndmin=1)
             array.flags.writeable = False
             msgspec.structs.force_setattr(self, name, array)
@@ -102,6 +105,14 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
                     range=item.range,
                     expected=len(self.rows),
                     got=item.num_rows,
+                )
+            if len(item.trail) and len(item.trail) != self.num_tokens:
+                raise IntegrityError(
+                    "a trail does not have one entry per new token",
+                    group=item.group,
+                    range=item.range,
+                    expected=self.num_tokens,
+                    got=len(item.trail),
                 )
 
     @property

@@ -169,7 +169,7 @@ class Store:
                 whole_rows=layout.space_of_range(item.name).unit == "row",
             )
             if group.kind == "state" and layout.space_of_range(item.name).unit == "state_slot":
-                slots[item.name] = StateSlots(self._sizes[0], first, self._device)
+                slots[item.name] = StateSlots(*self._sizes, first, self._device)
         constants = ConstantFields(pool)
         shapes = {t.name: (shard.num_heads(t), t.head_dim) for t in group.tensors}
         fmt = tokens_as[0] if tokens_as is not None else None
@@ -246,6 +246,18 @@ class Store:
             group: a group of state.
             range_name: one of its unit ranges; None: its first of state slots.
         """
+        return self._slots_of(group, range_name).slots
+
+    def state_trail(self, group: str, range_name: str | None = None) -> torch.Tensor:
+        """Where the state after each new token of the current step goes: ``int64 [T]`` on the device, −1 where it need
+        not be kept. Arguments and address as of :meth:`state_slots`.
+
+        The last token of a row has the row's own slot, which holds the state before the step. In a step that is not
+        speculative all others are −1; in one that is they are zeroed slots, for the caller to write whole.
+        """
+        return self._slots_of(group, range_name).trail
+
+    def _slots_of(self, group: str, range_name: str | None) -> StateSlots:
         self.state(group)
         found = self._group(group)
         name = range_name or next(iter(found.slots), found.pool.layout.token_range)
@@ -256,7 +268,7 @@ class Store:
             )
         if not found.plans:
             raise StaleHandleError("no step has begun", group=group)
-        return found.slots[name].slots
+        return found.slots[name]
 
     # --- constants ---
 
@@ -284,7 +296,8 @@ class Store:
         """Start a step: copy-on-write first, then zero fresh units, with the batch tensors built.
 
         Raises StaleHandleError for a step that is not newer than the last, which stays current; IntegrityError or
-        CapacityError for a plan that does not fit this store, and then no step is current. No byte of a pool has
+        CapacityError for a plan that does not fit this store, UnsupportedError for a speculative one of a range without
+        state slots, and then no step is current. No byte of a pool has
         changed in either case.
         """
         if self._last_step is not None and plan.step <= self._last_step:
@@ -302,6 +315,14 @@ class Store:
                 state.pool.checked_units(components, part.copies_src)
                 state.pool.checked_units(components, part.copies_dst, writable=True)
                 state.pool.checked_units(components, part.fresh, writable=True)
+                state.pool.checked_units(components, part.trail[part.trail >= 0], writable=True)
+                if len(part.trail) and item.name not in state.slots:
+                    raise UnsupportedError(
+                        "nobody writes the state after each token of this range",
+                        group=name,
+                        range=item.name,
+                        remedy="step without speculation, or hold the state in slots of a group of state",
+                    )
                 page_size = state.pool.layout.space_of_range(item.name).tokens_per_unit
                 plans[name][item.name] = state.builders[item.name].build(plan, part, page_size)
                 work.append((state, part))
@@ -316,7 +337,7 @@ class Store:
             state.plans = plans[name]
             state.plan = state.plans[state.pool.layout.token_range]
             for range_name, slots in state.slots.items():
-                slots.build(plan.of(name, range_name))
+                slots.build(plan.of(name, range_name), [row.count for row in plan.rows])
         self._step, self._last_step = plan, plan.step
         self._decode = all(row.count == 1 for row in plan.rows)
 

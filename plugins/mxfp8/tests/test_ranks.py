@@ -3,18 +3,14 @@ retraction and speculation. What is read back is compared with values that globa
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvcore.testing.ranks import RankPair, RankPool
 
 pytestmark = pytest.mark.slow  # a process that loads torch takes seconds to start, and there are five of them
 
@@ -26,125 +22,41 @@ FLAT = {"cache.format_options": {"scale_layout": "flat"}}
 HOST_POOL = {"retraction.backend": "host_pool", "retraction.options": {"size": "1MiB"}}
 
 
-class RankProcess:
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    def read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the rank died"
-        return json.loads(line)
-
-    def tell(self, do: str, **command: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
-        self.process.stdin.flush()
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        for stream in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
-        self.process.wait(10)
-
-
-class Ranks:
-    """All ranks of one engine, in processes that served other tests before: starting one takes seconds."""
-
-    def __init__(self, idle: list[RankProcess], shape: dict[str, int], spec: dict[str, Any]) -> None:
-        spec = dict(spec)
-        degree, cut = spec.pop("degree", 1), spec.pop("stages", [[]])
-        places = [(layers, tp) for layers in cut for tp in range(degree)]
-        config = {"cache.format": "mxfp8", "cache.page_size": shape["page"], "transfer.heartbeat_s": 0.2, **spec}
-        engine = uuid.uuid4().hex
-        self.all = [idle.pop() if idle else RankProcess() for _ in places]
-        for n, (rank, (layers, tp)) in enumerate(zip(self.all, places, strict=True)):
-            setup = {"engine": engine, "rank": n, "ranks": len(places), "tp_rank": tp, "tp_size": degree}
-            rank.tell("build", layers=layers, window=shape["window"], config=config, **setup)
-
-    def ready(self) -> None:
-        for rank in self.all:
-            answer = rank.read()
-            assert answer == {}, answer
-
-    def do(self, do: str, **command: Any) -> list[dict[str, Any]]:
-        """At all ranks at once, as an engine's scheduler does."""
-        for rank in self.all:
-            rank.tell(do, **command)
-        answers = [rank.read() for rank in self.all]
-        assert not any("error" in answer for answer in answers), answers
-        return answers
-
-
 class Pair:
-    """A prefill and a decode engine that are connected."""
+    """A prefill and a decode engine that are connected, and the prompts of a shape."""
 
-    def __init__(self, left: Ranks, right: Ranks, shape: dict[str, int]) -> None:
-        self.left, self.right, self.shape = left, right, shape
+    def __init__(self, pair: RankPair, shape: dict[str, int]) -> None:
+        self.pair, self.left, self.right, self.shape = pair, pair.left, pair.right, shape
 
     def transfer(self, request: str, tag: int) -> tuple[Counter[str], Counter[str]]:
         """One prompt in chunks; returns the bytes sent and received, by component."""
-        tokens = self.shape["tokens"]
-        self.right.do("ask", request=request, tokens=tokens)
-        for start in range(0, tokens, self.shape["chunk"]):
-            stop = min(tokens, start + self.shape["chunk"])
-            last = stop == tokens
-            self.left.do("prefill", request=request, tag=tag, tokens=tokens, start=start, stop=stop, last=last)
-        received = self._ended(self.right, ["ReceiveDone", request])
-        self.check(request, tag, tokens)
-        return self._ended(self.left, ["SendDone", request]), received
+        shape = self.shape
+        sent, received = self.pair.transfer(request, tag=tag, tokens=shape["tokens"], chunk=shape["chunk"])
+        return sum(sent, Counter()), sum(received, Counter())
 
     def check(self, request: str, tag: int, tokens: int) -> None:
-        for answer in self.right.do("check", request=request, tag=tag, tokens=tokens):
-            assert answer.get("compared"), answer
-
-    def _ended(self, engine: Ranks, how: list[str]) -> Counter[str]:
-        moved: Counter[str] = Counter()
-        for answer in engine.do("events", wait=30):
-            assert [event[:2] for event in answer["events"]] == [how], answer
-            moved.update(answer["events"][0][2])
-        return moved
+        self.pair.check(request, tag=tag, tokens=tokens)
 
 
 @pytest.fixture(scope="module")
-def idle() -> Iterator[list[RankProcess]]:
+def idle() -> Iterator[RankPool]:
     """Processes that are no rank of anything at the moment."""
-    processes: list[RankProcess] = []
-    yield processes
-    for process in processes:
-        process.close()
+    with RankPool(CHILD) as pool:
+        yield pool
 
 
 @pytest.fixture
-def pair(idle: list[RankProcess], request: pytest.FixtureRequest) -> Iterator[Any]:
-    made: list[Ranks] = []
-
-    def start(prefill: dict[str, Any], decode: dict[str, Any], shape: dict[str, int]) -> Pair:
-        for spec in (prefill, decode):
-            made.append(Ranks(idle, shape, spec))
-        for engine in made:
-            engine.ready()
-        addresses = [answer["address"] for answer in made[0].do("serve")]
-        made[1].do("connect", addresses=addresses[::-1])
-        return Pair(*made, shape)
-
+def pair(idle: RankPool, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Starts pairs of engines."""
     failures = request.session.testsfailed
-    yield start
-    for rank in (rank for engine in made for rank in engine.all):
-        if request.session.testsfailed == failures and rank.process.poll() is None:
-            rank.tell("drop")
-            assert rank.read() == {}
-            idle.append(rank)
-        else:
-            rank.close()
+    with idle.pairs(lambda: request.session.testsfailed == failures) as start:
+
+        def make(prefill: dict[str, Any], decode: dict[str, Any], shape: dict[str, int]) -> Pair:
+            common = {"cache.format": "mxfp8", "cache.page_size": shape["page"], "transfer.heartbeat_s": 0.2}
+            options = {"options": {"window": shape["window"]}}
+            return Pair(start(*({**common, **options, **spec} for spec in (prefill, decode))), shape)
+
+        yield make
 
 
 COMPONENTS = {"full/kv", "full/block_scale", "swa/kv", "swa/block_scale"}

@@ -30,7 +30,14 @@ class StateComponent(ABC):
         """Describe the bytes of the state on one rank."""
 
     def checkpoint(self, group: LayerGroup) -> Support:
-        """Whether the state can be checkpointed and rolled back."""
+        """Whether the state can be kept at one length and had back later (KVCache.checkpoint, rollback, speculation).
+
+        A checkpoint is a reference to the slot, not a copy made by the component: FULL is right where the bytes of a slot,
+        copied as they are, are all there is of the state at that length. It is valid at exactly the length it was
+        taken at, and its slot is never written again: the next step writes into a copy. In a speculative step whoever
+        computes the state writes it whole to a slot of its own after every token. Refuse, with a reason, where
+        part of the state lies elsewhere, or depends on where its slot lies.
+        """
         return unsupported(f"{self.name} declares no checkpoints")
 
 

@@ -23,7 +23,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 # Before the suites are imported: their assertions then show the values that differ.
-for _suite in ("backups", "format_bytes", "format_layout", "format_moves", "index_spaces", "states", "transports"):
+_KIT = ("backups", "format_bytes", "format_layout", "format_moves", "index_spaces", "ranks", "states", "transports")
+for _suite in _KIT:
     pytest.register_assert_rewrite(f"kvcore.testing.{_suite}")
 
 from kvcore.testing.backups import BackupSuite  # noqa: E402

@@ -19,12 +19,13 @@ from rich.text import Text
 
 from kvcore.config import Config, load_config
 from kvcore.contract import Format
-from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.errors import ConfigError
+from kvcore.fitting import Holders
 from kvcore.layout import Layout
 from kvcore.plugins import load_plugins, resolve_plugins
 from kvcore.registry import Registry
 from kvcore.sizing import CapacityPlan, plan_capacity
-from kvcore.spec import LayerGroup, ModelSpec, Shard
+from kvcore.spec import ModelSpec, Shard, StateSpec
 from kvcore_transformers import PLUGIN
 from kvcore_transformers.adapters import AttentionAdapter, adapter_for
 
@@ -40,7 +41,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         model: ``config.json`` or its directory.
         settings: kvcore's configuration file, if any.
         overrides: dotted keys of that configuration.
-        formats: names; empty means the plain format of the model's dtype.
+        formats: names; empty means the one that ``settings`` name, or the plain format of the model's dtype.
         tp: tensor-parallel ranks.
         max_requests: requests served at once, None for what the configuration says.
         json: print JSON.
@@ -81,11 +82,14 @@ def plan_model(options: PlanOptions) -> tuple[ModelSpec, dict[str, FormatPlan]]:
     settings = load_config(options.settings, options.overrides)
     registry = _enabled(settings, options.formats)
     spec = read_model(options.model, registry)
-    names = options.formats or (spec.dtype,)
+    # What the file says, and not the default: that is the dtype of the model.
+    written = load_config(options.settings, options.overrides, {"cache.format": ""}).cache.format
+    names = options.formats or (written or spec.dtype,)
     shard = Shard(tp_size=options.tp)
     plans = {}
     for name in dict.fromkeys(names):
-        own = settings.cache.format_options if name == settings.cache.format else {}
+        # Options belong to the format that the file names; where it names none, to those of the command line.
+        own = settings.cache.format_options if name == written or not written else {}
         layouts = layouts_of(spec, registry, registry.format(name, **own), settings, shard)
         plans[name] = plan_format(layouts, settings, registry, options)
     return spec, plans
@@ -164,23 +168,10 @@ def layouts_of(
     spec: ModelSpec, registry: Registry, kv_format: Format, settings: Config, shard: Shard
 ) -> dict[str, Layout]:
     """Layouts by group, as a cache of this configuration has them."""
-    return {group.prefix: _layout(group, registry, kv_format, settings, shard) for group in spec.groups}
-
-
-def _layout(group: LayerGroup, registry: Registry, kv_format: Format, settings: Config, shard: Shard) -> Layout:
-    cache = settings.cache
-    if group.kind == "state":
-        holders = [item for item in registry.state_components() if item.applies(group)]
-        if len(holders) != 1:
-            raise UnsupportedError(
-                "a group of recurrent state needs exactly one state component",
-                group=group.prefix,
-                got=[item.name for item in holders],
-                remedy="enable a plugin that provides a state component for this model",
-            )
-        return holders[0].layout(group, shard=shard, arena=cache.arena)
-    kv_format.supports(group).require("format cannot hold this layer group", format=kv_format.name, group=group.prefix)
-    return kv_format.layout(group, page_size=cache.page_size, shard=shard, arena=cache.arena)
+    holders = Holders(spec, kv_format, registry, shard)
+    layouts = holders.layouts(page_size=settings.cache.page_size, arena=settings.cache.arena)
+    holders.check(layouts, registry.index_spaces())
+    return layouts
 
 
 def plan_format(
@@ -195,6 +186,7 @@ def plan_format(
         spaces=spaces,
         step_tokens=cache.max_tokens,
         step_rows=cache.max_rows,
+        checkpoints=cache.checkpoints,
     )
     limits = [] if capacity.request_capacity is None else [capacity.request_capacity]
     for group, layout in layouts.items():
@@ -257,10 +249,18 @@ def _title(spec: ModelSpec, options: PlanOptions) -> Text:
         text.append(f", one of {options.tp} tensor-parallel ranks")
     for group in spec.groups:
         shard = Shard(tp_size=options.tp)
-        stored = ", ".join(f"{item.name} {shard.num_heads(item)} × {item.head_dim}" for item in group.tensors)
-        space = "".join(f", {name} {value}" for name, value in group.space_options)
-        text.append(f"\n  {group.prefix}: {len(group.layers)} layers, {stored}{space}")
+        stored = [f"{item.name} {shard.num_heads(item)} × {item.head_dim}" for item in group.tensors]
+        stored += [_state(item, shard) for item in group.states]
+        space = [f"{name} {value}" for name, value in group.space_options]
+        text.append(f"\n  {group.prefix}: {', '.join((f'{len(group.layers)} layers', *stored, *space))}")
     return text
+
+
+def _state(state: StateSpec, shard: Shard) -> str:
+    """A state as a rank holds it: ``conv 8192 × 3 in bf16``."""
+    held = sum(hi - lo for lo, hi in shard.ids(state))
+    sizes = (held if axis == state.split else size for axis, size in state.axes)
+    return f"{state.name} {' × '.join(map(str, sizes))} in {state.dtype}"
 
 
 def _picture(plans: Mapping[str, FormatPlan]) -> Text:
