@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -16,13 +17,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.timing import Figure, figure, speed_ratio
 from kvcore.builtin.kernels_torch import TORCH_KERNELS as ANY_FORMAT
 from kvcore.builtin.pools import MemfdPool
-from kvcore.contract import AttendParams
+from kvcore.contract import AttendParams, Kernel
 from kvcore.spec import LayerGroup, ModelSpec, Shard, TensorSpec
 from kvcore.stepplan import RangePlan, StepPlan, StepRow
 from kvcore.store import Store
 from kvcore_mxfp8.elements import BLOCK, E4M3
 from kvcore_mxfp8.fast import PIECE, Dequantiser, Quantiser
 from kvcore_mxfp8.format import Mxfp8
+from kvcore_mxfp8.kernels_numba import NUMBA_KERNELS
 from kvcore_mxfp8.kernels_torch import TORCH_KERNELS
 from kvcore_mxfp8.regions import ScaleLayout
 
@@ -32,8 +34,12 @@ TOKENS = 8192
 
 
 def run() -> list[Figure]:
-    """Every figure."""
-    return [*_values(), *(item for layout in ("flat", "interleaved") for item in _ops(layout))]  # type: ignore[arg-type]
+    """Every figure: of torch, and of what Numba compiles where it is installed."""
+    kinds = {"torch": TORCH_KERNELS}
+    if find_spec("numba") is not None:
+        kinds["Numba"] = NUMBA_KERNELS
+    ops = (item for kind in kinds for layout in ("flat", "interleaved") for item in _ops(layout, kind, kinds[kind]))  # type: ignore[arg-type]
+    return [*_values(list(kinds)), *ops]
 
 
 def _copy_of(traffic: int) -> Callable[[], object]:
@@ -42,40 +48,67 @@ def _copy_of(traffic: int) -> Callable[[], object]:
     return lambda: dst.copy_(src)
 
 
-def _values() -> list[Figure]:
+def _values(kinds: list[str]) -> list[Figure]:
     count = TOKENS * HEADS
     rows = torch.randn(count, DIM).to(torch.bfloat16)
     codes, scales = torch.empty(count, DIM, dtype=torch.uint8), torch.empty(count, DIM // BLOCK, dtype=torch.uint8)
     back = torch.empty_like(rows)
     copy = _copy_of(rows.nbytes + codes.nbytes + scales.nbytes)
+    figures = []
+    for kind in kinds:
+        quantise, dequantise = {"torch": _by_torch, "Numba": _by_numba}[kind](rows, codes, scales, back)
+        quantise()
+        made = [(f"mxfp8, {kind}: quantise, bf16", quantise), (f"mxfp8, {kind}: dequantise, bf16", dequantise)]
+        figures += [figure(name, speed_ratio(work, copy), "× copy traffic", at_least=0.10) for name, work in made]
+        figures += _against_torchao(rows, made)
+    return figures
+
+
+def _by_torch(
+    rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, back: torch.Tensor
+) -> tuple[Callable[[], object], Callable[[], object]]:
     to, of, step = Quantiser(E4M3, "rceil", DIM), Dequantiser(E4M3, DIM), PIECE // DIM
 
     def quantise() -> None:
-        for at in range(0, count, step):
+        for at in range(0, len(rows), step):
             to(rows[at : at + step], codes[at : at + step], scales[at : at + step], None)
 
-    def dequantise() -> None:
-        of(codes, scales, back, None)
+    return quantise, lambda: of(codes, scales, back, None)
 
-    figures = [
-        figure("mxfp8: quantise, bf16", speed_ratio(quantise, copy), "× copy traffic", at_least=0.10),
-        figure("mxfp8: dequantise, bf16", speed_ratio(dequantise, copy), "× copy traffic", at_least=0.10),
-    ]
+
+def _by_numba(
+    rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, back: torch.Tensor
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The kernels on a pool of one row a unit, so that rows, codes and scales are read and written in order."""
+    from kvcore_mxfp8.numba_kernels import load_rows, store_rows
+
+    count, step, none = len(rows), 2 * DIM, np.zeros((2, 1), np.int64)
+    slots = torch.arange(count)
+    places = (1, 0, count, DIM, DIM // BLOCK, DIM), none, none, np.arange(DIM // BLOCK)
+    where = *places, codes.data_ptr(), scales.data_ptr(), (False, True, False, 1.0)
+    like = np.uint16(0)
+
+    def quantise() -> int:
+        return store_rows(like, rows.data_ptr(), step, step, slots.data_ptr(), 0, count, *where)
+
+    return quantise, lambda: load_rows(like, back.data_ptr(), step, step, slots.data_ptr(), count, *where)
+
+
+def _against_torchao(rows: torch.Tensor, made: list[tuple[str, Callable[[], object]]]) -> list[Figure]:
     try:
         from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_dtype, to_mx
     except ImportError:
-        return figures
-    theirs, shapes = to_mx(rows, torch.float8_e4m3fn, BLOCK, ScaleCalculationMode.RCEIL), (torch.float8_e4m3fn, BLOCK)
-    there = speed_ratio(quantise, lambda: to_mx(rows, *shapes, ScaleCalculationMode.RCEIL), rounds=5)
-    again = speed_ratio(dequantise, lambda: to_dtype(theirs[1], theirs[0], *shapes, torch.bfloat16), rounds=5)
+        return []
+    shapes, rule = (torch.float8_e4m3fn, BLOCK), ScaleCalculationMode.RCEIL
+    scales, codes = to_mx(rows, *shapes, rule)
+    theirs = (lambda: to_mx(rows, *shapes, rule), lambda: to_dtype(codes, scales, *shapes, torch.bfloat16))
     return [
-        *figures,
-        figure("mxfp8: quantise, bf16", there, "× torchao", at_least=4.0),
-        figure("mxfp8: dequantise, bf16", again, "× torchao", at_least=4.0),
+        figure(name, speed_ratio(work, baseline, rounds=5), "× torchao", at_least=4.0)
+        for (name, work), baseline in zip(made, theirs, strict=True)
     ]
 
 
-def _make(layout: ScaleLayout) -> Store:
+def _make(layout: ScaleLayout, kernels: Sequence[type[Kernel]]) -> Store:
     tensors = (TensorSpec("k", HEADS, DIM), TensorSpec("v", HEADS, DIM))
     model = ModelSpec("bench", (LayerGroup("full", (0, 1), tensors, HEADS * GROUP),), "bf16")
     fmt = Mxfp8(scale_layout=layout)
@@ -86,7 +119,7 @@ def _make(layout: ScaleLayout) -> Store:
         {"full": fmt},
         {"full": {"pages": ROWS * CONTEXT // PAGE + 1}},
         [MemfdPool()],
-        [kernel() for kernel in (*TORCH_KERNELS, *ANY_FORMAT)],
+        [kernel() for kernel in (*kernels, *ANY_FORMAT)],
         max_rows=ROWS,
         max_tokens=ROWS * CONTEXT,
     )
@@ -101,8 +134,8 @@ def _plan(step: int, start: int, count: int) -> StepPlan:
     return StepPlan(step, tuple(StepRow(str(row), 1, start, count) for row in range(ROWS)), (part,))
 
 
-def _ops(layout: ScaleLayout) -> list[Figure]:
-    store = _make(layout)
+def _ops(layout: ScaleLayout, kind: str, kernels: Sequence[type[Kernel]]) -> list[Figure]:
+    store = _make(layout, kernels)
     tokens = ROWS * CONTEXT
     rows = {name: torch.randn(tokens, HEADS, DIM).to(torch.bfloat16) for name in ("k", "v")}
     store.begin(_plan(1, 0, CONTEXT))
@@ -123,11 +156,12 @@ def _ops(layout: ScaleLayout) -> list[Figure]:
     )
     small = _microseconds(lambda: store.store(0, few))
     store.close()
+    what = f"mxfp8, {kind}"
     return [
-        figure(f"mxfp8: store, {tokens} tokens, {layout}", write, "× copy traffic"),
-        figure(f"mxfp8: load, {tokens} shuffled tokens, {layout}", read, "× copy traffic"),
-        figure(f"mxfp8: store, {ROWS} tokens, {layout}", small, "µs"),
-        figure(f"mxfp8: paged decode, {ROWS} × {CONTEXT}, {layout}", dense, "× dense torch attention in bf16"),
+        figure(f"{what}: store, {tokens} tokens, {layout}", write, "× copy traffic"),
+        figure(f"{what}: load, {tokens} shuffled tokens, {layout}", read, "× copy traffic"),
+        figure(f"{what}: store, {ROWS} tokens, {layout}", small, "µs", at_most=70 if kind == "Numba" else None),
+        figure(f"{what}: paged decode, {ROWS} × {CONTEXT}, {layout}", dense, "× dense torch attention in bf16"),
     ]
 
 

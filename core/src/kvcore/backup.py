@@ -156,8 +156,11 @@ class Retractor:
         """Save a request's components, free its units, and return its handle.
 
         Units stay unallocatable until the backend's copy has ended. Where the backend is full the bytes are dropped
-        and the handle says so (counted and logged). Checkpoints are dropped. Raises BackupError with the request untouched
-        where the backend refused to begin, RequestError where an open step is rewriting its state. A copy that fails later costs the bytes only: :meth:`resume` then says so.
+        and the handle says so (counted and logged). Checkpoints are dropped. A copy that fails later costs the bytes only:
+        :meth:`resume` then says so.
+
+        Raises BackupError where the backend refused to begin, and RequestError where an open step is rewriting the
+        request's state; the request is untouched then.
         """
         if len(engine_data) > MAX_ENGINE_DATA:
             raise RequestError(

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from kvcore.contract import unsupported
+
 
 def _load(name: str) -> ModuleType:
     path = Path(__file__).parent / "support" / f"{name}.py"
@@ -37,3 +39,27 @@ def rig() -> ModuleType:
 def mx_models() -> ModuleType:
     """Tiny models, and ``kvcore`` commands on them (needs transformers)."""
     return _load("models")
+
+
+@pytest.fixture(scope="session")
+def compiled() -> ModuleType:
+    """Quantise and dequantise by the kernels that Numba compiles (skips without it)."""
+    pytest.importorskip("numba")
+    return _load("compiled")
+
+
+@pytest.fixture
+def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if Numba were not installed: what it would serve is served by torch."""
+    refused = unsupported("left out by a test")
+    monkeypatch.setattr("kvcore_mxfp8.kernels_numba.device_support", lambda device: refused)
+
+
+@pytest.fixture(params=["torch", "numba"])
+def tuned(request: pytest.FixtureRequest) -> str:
+    """Each kind of kernels for the CPU in turn."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    else:
+        request.getfixturevalue("without_numba")
+    return str(request.param)

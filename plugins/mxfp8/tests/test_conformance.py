@@ -57,3 +57,12 @@ class TestScaled(_Suite):
     @pytest.fixture
     def kv_format(self) -> Mxfp8:
         return Mxfp8(tensor_scale=0.37)
+
+
+@pytest.mark.usefixtures("without_numba")
+class TestTorchKernels(_Suite):
+    """What serves where Numba is not installed."""
+
+    @pytest.fixture
+    def kv_format(self) -> Mxfp8:
+        return Mxfp8(scale_layout="interleaved", tensor_scale=2.5)

@@ -90,3 +90,23 @@ def test_what_is_planned_is_what_is_allocated(plan, tmp_path, page, layout, head
         assert (said["allocated_bytes"], said["token_capacity"]) == (arenas, made.token_capacity)
         made.admit("all of it", said["token_capacity"])
         assert not made.can_admit(1)
+
+
+def test_options_of_a_file_reach_the_format_that_is_planned(plan, tmp_path) -> None:
+    """The same file and ``--format`` as for ``kvcore run``: options are those of the format the file names, or, where it
+    names none, of the one on the command line. Dropped silently, the plan was of other bytes than what is allocated."""
+    interleaved = 30 * 2 * 3 * (64 + 4)
+    config = tmp_path / "kvcore.toml"
+    options = '[cache.format_options]\nscale_layout = "interleaved"\n'
+    config.write_text("[cache]\npage_size = 128\n" + options)
+    (said,) = plan(SMOLLM2_135M, "--format", "mxfp8", "--settings", str(config)).values()
+    assert said["bytes_per_token"]["total"] == interleaved
+    config.write_text('[cache]\nformat = "mxfp8"\npage_size = 128\n' + options)
+    said = plan(SMOLLM2_135M, "--settings", str(config))
+    assert list(said) == ["mxfp8"]
+    assert said["mxfp8"]["bytes_per_token"]["total"] == interleaved
+    said = plan(SMOLLM2_135M, "--format", "bf16", "--format", "mxfp8", "--settings", str(config))
+    assert said["bf16"]["bytes_per_token"]["total"] == 30 * 2 * 3 * 64 * 2
+    assert said["mxfp8"]["bytes_per_token"]["total"] == interleaved
+    config.write_text("[cache]\npage_size = 128\n")
+    assert list(plan(SMOLLM2_135M, "--settings", str(config))) == ["bf16"]

@@ -17,8 +17,8 @@ from kvcore.dispatch import choose_kernels
 from kvcore.plugins import load_plugins
 from kvcore.spec import LayerGroup, Shard, TensorSpec
 from kvcore_mxfp8.format import Mxfp8
+from kvcore_mxfp8.geometry import MAX_UNIT_BYTES
 from kvcore_mxfp8.triton_attend import TRITON_KERNELS, decode_tiles, most_split_rows, prefill_tiles, split_count
-from kvcore_mxfp8.triton_geometry import MAX_UNIT_BYTES
 from kvcore_mxfp8.triton_support import Chip, chip_of, device_support
 
 GROUP = LayerGroup("full", (0,), (TensorSpec("k", 2, 64), TensorSpec("v", 2, 64)), num_query_heads=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -15,6 +16,8 @@ from kvcore_mxfp8.elements import BLOCK, E4M3, E5M2, ELEMENTS, Element
 from kvcore_mxfp8.fast import Dequantiser, Quantiser
 from kvcore_mxfp8.format import Mxfp8, Mxfp8E5m2
 from kvcore_mxfp8.reference import dequantise, quantise
+
+Quantise = Callable[[torch.Tensor, Element, str], tuple[torch.Tensor, torch.Tensor]]
 
 ELEMENT = pytest.mark.parametrize("element", [E4M3, E5M2], ids=list(ELEMENTS))
 RULE = pytest.mark.parametrize("rule", ["rceil", "floor"])
@@ -35,7 +38,12 @@ def untuned(values: torch.Tensor, element: Element, rule: str) -> tuple[torch.Te
     return quantise(values, element, rule)  # type: ignore[arg-type]
 
 
-HOW = pytest.mark.parametrize("how", [untuned, tuned])
+@pytest.fixture(params=["untuned", "tuned", "compiled"])
+def how(request: pytest.FixtureRequest) -> Quantise:
+    """Each way to quantise: the reference, torch as tuned for the CPU, and what Numba compiles."""
+    if request.param == "compiled":
+        return request.getfixturevalue("compiled").quantise  # type: ignore[no-any-return]
+    return tuned if request.param == "tuned" else untuned
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -52,26 +60,24 @@ def same_values(got: torch.Tensor, want: torch.Tensor) -> None:
     assert not differ.any(), f"{int(differ.sum())} values differ, the first at {differ.nonzero()[0].tolist()}"
 
 
-@HOW
 @ELEMENT
 @RULE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_bf16_amax_is_what_torchao_makes_of_it(
-    blocks: ModuleType, how: object, element: Element, rule: str, dtype: torch.dtype
+    blocks: ModuleType, how: Quantise, element: Element, rule: str, dtype: torch.dtype
 ) -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     values = blocks.every_bf16_amax(1).to(dtype)
     scale, codes = mx.to_mx(values, torch_dtype(element.dtype), BLOCK, getattr(mx.ScaleCalculationMode, rule.upper()))
-    elements, scales = how(values, element, rule)  # type: ignore[operator]
+    elements, scales = how(values, element, rule)
     assert torch.equal(scales, scale.view(torch.uint8).reshape(scales.shape))
     same(elements, codes)
 
 
-@HOW
 @ELEMENT
 @RULE
 def test_adversarial_blocks_are_what_torchao_makes_of_them(
-    blocks: ModuleType, how: object, element: Element, rule: str
+    blocks: ModuleType, how: Quantise, element: Element, rule: str
 ) -> None:
     """Where torchao's logarithm in fp32 rounds, which it does for an amax a few fp32 steps above largest * 2**n, the
     scale is that of exact arithmetic."""
@@ -79,7 +85,7 @@ def test_adversarial_blocks_are_what_torchao_makes_of_them(
     values = torch.cat([blocks.adversarial(seed) for seed in (1, 2)])
     scale, codes = mx.to_mx(values, torch_dtype(element.dtype), BLOCK, getattr(mx.ScaleCalculationMode, rule.upper()))
     theirs = scale.view(torch.uint8).reshape(-1)
-    elements, scales = how(values, element, rule)  # type: ignore[operator]
+    elements, scales = how(values, element, rule)
     ours = scales.reshape(-1)
     odd = (ours != theirs).nonzero().flatten().tolist()
     for row in odd:
@@ -96,30 +102,28 @@ def test_adversarial_blocks_are_what_torchao_makes_of_them(
 
 @ELEMENT
 @RULE
-def test_scales_are_exact(blocks: ModuleType, element: Element, rule: str) -> None:
+def test_scales_are_exact(blocks: ModuleType, how: Quantise, element: Element, rule: str) -> None:
     """All around every power of two and every multiple of the largest element, in fp32 steps."""
     edges = [m * 2.0**e for m in (1.0, 1.75) for e in range(-149, 128)]
     near = torch.tensor(edges, dtype=torch.float32).view(torch.int32)
     amax = torch.cat([near + step for step in (-1, 0, 1, 2)]).clamp(0, 0x7F7FFFFF).view(torch.float32)
     values = torch.zeros(len(amax), BLOCK)
     values[:, 7] = amax
-    for how in (untuned, tuned):
-        _, scales = how(values, element, rule)
-        want = [blocks.exact_exponent(float(value), element.dtype, rule) for value in amax]
-        assert scales.flatten().tolist() == want
+    _, scales = how(values, element, rule)
+    want = [blocks.exact_exponent(float(value), element.dtype, rule) for value in amax]
+    assert scales.flatten().tolist() == want
 
 
-@HOW
 @ELEMENT
 @RULE
-def test_values_are_the_nearest(blocks: ModuleType, how: object, element: Element, rule: str) -> None:
+def test_values_are_the_nearest(blocks: ModuleType, how: Quantise, element: Element, rule: str) -> None:
     """Against all 256 codes in fp64: nothing else of the block is nearer, and of two the even code is taken."""
     rng = np.random.default_rng(3)
     values = torch.from_numpy(
         (rng.standard_normal((40, BLOCK)) * 2.0 ** rng.integers(-20, 20, (40, 1))).astype(np.float32)
     )
     values[:, :4] = torch.tensor([0.0, -0.0, 17 / 16, 19 / 16]) * 2.0 ** torch.arange(40)[:, None]
-    elements, scales = how(values, element, rule)  # type: ignore[operator]
+    elements, scales = how(values, element, rule)
     codes = np.array(
         [c for c in range(256) if np.isfinite(blocks.values_of(np.uint8([c]), element.dtype))[0]], np.uint8
     )
@@ -132,21 +136,19 @@ def test_values_are_the_nearest(blocks: ModuleType, how: object, element: Elemen
             assert int(elements.view(torch.uint8)[row, n]) == want, (row, n, value)
 
 
-@HOW
-def test_largest_elements_and_ties(how: object) -> None:
+def test_largest_elements_and_ties(how: Quantise) -> None:
     """B2: the values of the largest binade are exact, and ties go to the even code."""
     exact = [256.0, 288.0, 320.0, 352.0, 384.0, 416.0, 448.0]
     for rule in ("rceil", "floor"):
         values = torch.zeros(1, 32)
         values[0, :9] = torch.tensor([*exact, 17.0, 19.0])
-        elements, scales = how(values, E4M3, rule)  # type: ignore[operator]
+        elements, scales = how(values, E4M3, rule)
         assert scales.tolist() == [[127]]
         assert elements.float()[0, :9].tolist() == [*exact, 16.0, 20.0]
 
 
-@HOW
 @pytest.mark.parametrize("rule", ["rceil", "floor"])
-def test_what_is_too_large_saturates(how: object, rule: str) -> None:
+def test_what_is_too_large_saturates(how: Quantise, rule: str) -> None:
     """B3: finite values saturate at the largest element and never become NaN or infinite; NaN stays NaN and infinity is
     as documented, the same on every version of torch."""
     for element in (E4M3, E5M2):
@@ -154,7 +156,7 @@ def test_what_is_too_large_saturates(how: object, rule: str) -> None:
         for large in (465.0 / 448 * top, 1000.0 / 448 * top, -1000.0 / 448 * top):
             values = torch.zeros(1, 32)
             values[0, 3] = large
-            elements, scales = how(values, element, rule)  # type: ignore[operator]
+            elements, scales = how(values, element, rule)
             back = dequantise(elements, scales)[0, 3]
             assert math.isfinite(back)
             if rule == "floor":  # both are above 1.75 in their binade
@@ -165,21 +167,24 @@ def test_what_is_too_large_saturates(how: object, rule: str) -> None:
         for value, shown in ((math.inf, math.inf), (-math.inf, -math.inf)):
             values = torch.ones(1, 32)
             values[0, 3] = value
-            elements, scales = how(values, element, rule)  # type: ignore[operator]
+            elements, scales = how(values, element, rule)
             assert elements.float()[0, 3] == math.copysign(top, value)
             assert dequantise(elements, scales)[0, 3] == shown
             assert not dequantise(elements, scales)[0, 4:].any()
         values = torch.ones(1, 64)
         values[0, 3] = math.nan
-        elements, scales = how(values, element, rule)  # type: ignore[operator]
+        elements, scales = how(values, element, rule)
         back = dequantise(elements, scales)
         assert back[0, :32].isnan().all()
         assert back[0, 32:].eq(1).all()
 
 
 @ELEMENT
-def test_every_code_under_every_scale(blocks: ModuleType, element: Element) -> None:
-    """Both decoders against fp64, in fp32 and in bf16."""
+@pytest.mark.parametrize("which", ["torch", "numba"])
+def test_every_code_under_every_scale(
+    request: pytest.FixtureRequest, blocks: ModuleType, element: Element, which: str
+) -> None:
+    """The reference and the decoders for the CPU against fp64, in fp32 and in bf16."""
     codes = torch.arange(256, dtype=torch.uint8).view(8, 32).repeat(256, 1)
     scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(8)[:, None]
     exact = blocks.values_of(codes.numpy(), element.dtype) * np.ldexp(1.0, scales.numpy().astype(np.int64) - 127)
@@ -189,6 +194,8 @@ def test_every_code_under_every_scale(blocks: ModuleType, element: Element) -> N
     plain = dequantise(codes.view(torch_dtype(element.dtype)), scales)
     same_values(plain, want)
     decode = Dequantiser(element, 32)
+    if which == "numba":
+        decode = request.getfixturevalue("compiled").Dequantiser(element, 32)
     for dtype, row in itertools.product((torch.float32, torch.bfloat16), range(len(codes))):
         out = torch.full((1, 32), torch.nan, dtype=dtype)
         decode(codes[row : row + 1], scales[row : row + 1], out, None)  # one block at a time: no rare one beside it
@@ -199,16 +206,15 @@ def test_every_code_under_every_scale(blocks: ModuleType, element: Element) -> N
         same_values(out, want.to(dtype))
 
 
-@HOW
 @ELEMENT
 @RULE
 @pytest.mark.parametrize("dim", [1, 31, 33, 80, 100, 128])
 def test_a_shorter_last_block_is_a_block(
-    blocks: ModuleType, how: object, element: Element, rule: str, dim: int
+    blocks: ModuleType, how: Quantise, element: Element, rule: str, dim: int
 ) -> None:
     """As if it were filled up with zeros."""
     source = blocks.adversarial(5, 256).reshape(-1, 128)[:, :dim].contiguous()
-    elements, scales = how(source, element, rule)  # type: ignore[operator]
+    elements, scales = how(source, element, rule)
     count = -(-dim // 32)
     assert scales.shape == (64, count)
     for n in range(count):

@@ -20,8 +20,9 @@ def kvcore_register_formats() -> Sequence[type[Format]]:
 
 @hookimpl
 def kvcore_register_kernels() -> Sequence[type[Kernel]]:
-    """Torch on the CPU, Triton on GPUs."""
+    """Torch and Numba on the CPU, Triton on GPUs."""
+    from kvcore_mxfp8.kernels_numba import NUMBA_KERNELS
     from kvcore_mxfp8.kernels_torch import TORCH_KERNELS
     from kvcore_mxfp8.triton_attend import TRITON_KERNELS
 
-    return (*TORCH_KERNELS, *TRITON_KERNELS)
+    return (*TORCH_KERNELS, *NUMBA_KERNELS, *TRITON_KERNELS)

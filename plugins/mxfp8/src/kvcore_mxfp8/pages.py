@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from kvcore.contract import PoolView
@@ -107,7 +109,7 @@ class StoredTensor:
         self.stored = {n: pool.field(n, region, VALUES).view(word) for n in pool.layout.layers}
         self.tokens = {n: _Heads(v.permute(0, 2, 1, 3) if self.head_major else v) for n, v in self.stored.items()}
         self.scales = _Scales(pool, scale_region(region))
-        self.tensor_scales = _constants(pool, region)
+        self.tensor_scales = constants(pool, region)
         self.rows = max(1, PIECE // (self.heads * self.dim))
         """Tokens in a piece."""
         self._quantise = Quantiser(ELEMENTS[field.dtype], rule, self.dim)
@@ -162,10 +164,21 @@ class StoredTensor:
         return out.view(count * self.page_size, self.heads, self.dim).permute(1, 0, 2)
 
 
+class Gathers(Protocol):
+    """A stored tensor whose pages can be read: as :class:`StoredTensor`, or as compiled kernels have it."""
+
+    heads: int
+    tensor_scales: dict[int, torch.Tensor]
+
+    def gather(self, layer: int, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :meth:`StoredTensor.gather`."""
+        ...
+
+
 class TensorPages(PageSource):
     """Pages of one tensor for attention."""
 
-    def __init__(self, tensor: StoredTensor) -> None:
+    def __init__(self, tensor: Gathers) -> None:
         self.tensor = tensor
         self.heads = tensor.heads
         # A power of two times three bits of mantissa is a bf16 number. Times a tensor scale it need not be.
@@ -177,7 +190,7 @@ class TensorPages(PageSource):
         return self.tensor.gather(layer, pages, dtype)
 
 
-def _constants(pool: PoolView, tensor: str) -> dict[int, torch.Tensor]:
+def constants(pool: PoolView, tensor: str) -> dict[int, torch.Tensor]:
     """Tensor scales by layer, as views of the pool: they may be set after kernels are bound. Empty where there are none."""
     if not pool.layout.constant_regions:
         return {}

@@ -12,7 +12,7 @@ from kvcore.contract import DONE, AttendParams, BatchPlan, Fence, Format, Kernel
 from kvcore.errors import LayoutError
 from kvcore.layout import Layout
 from kvcore.spec import LayerGroup
-from kvcore_mxfp8.triton_geometry import power_of_two
+from kvcore_mxfp8.geometry import power_of_two
 from kvcore_mxfp8.triton_kernels import FORMATS, PRIORITY, TritonLoad, TritonStore, layout_support
 from kvcore_mxfp8.triton_support import Chip, chip_of, on
 from kvcore_mxfp8.triton_tensors import StoredTensor, Writable, readable

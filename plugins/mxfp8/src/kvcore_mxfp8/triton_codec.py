@@ -134,7 +134,7 @@ def quantise(values, e5m2: tl.constexpr, rceil: tl.constexpr, native: tl.constex
 
 @triton.jit
 def place(coords, terms: tl.constexpr):
-    """Bytes that coordinates of one axis add, see :data:`kvcore_mxfp8.triton_geometry.Terms`."""
+    """Bytes that coordinates of one axis add, see :data:`kvcore_mxfp8.geometry.Terms`."""
     total = coords * 0
     for n in tl.static_range(len(terms)):
         part = coords

@@ -10,8 +10,8 @@ import torch
 from kvcore.contract import DONE, FULL, BatchPlan, Fence, Format, Kernel, PoolView, Support, unsupported
 from kvcore.layout import Layout
 from kvcore.spec import LayerGroup
+from kvcore_mxfp8.geometry import MAX_UNIT_BYTES
 from kvcore_mxfp8.regions import tensors
-from kvcore_mxfp8.triton_geometry import MAX_UNIT_BYTES
 from kvcore_mxfp8.triton_support import Chip, chip_of, device_support, on
 from kvcore_mxfp8.triton_tensors import StoredTensor, Writable, readable, scale_rule
 

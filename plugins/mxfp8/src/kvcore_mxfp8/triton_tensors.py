@@ -7,8 +7,8 @@ import torch
 from kvcore.contract import Format, PoolView
 from kvcore.errors import LayoutError, UnsupportedError
 from kvcore_mxfp8.format import Mxfp8
+from kvcore_mxfp8.geometry import geometry
 from kvcore_mxfp8.regions import SCALES, TENSOR_SCALE, VALUES, scale_region
-from kvcore_mxfp8.triton_geometry import geometry
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of rows, queries and outputs."""

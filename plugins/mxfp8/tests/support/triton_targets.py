@@ -17,8 +17,8 @@ from triton.compiler import ASTSource
 from kvcore.spec import LayerGroup, Shard, TensorSpec
 from kvcore_mxfp8 import triton_attention, triton_rows
 from kvcore_mxfp8.format import Mxfp8, Mxfp8E5m2
+from kvcore_mxfp8.geometry import Geometry, geometry
 from kvcore_mxfp8.triton_attend import Tiles, decode_tiles, prefill_tiles
-from kvcore_mxfp8.triton_geometry import Geometry, geometry
 from kvcore_mxfp8.triton_kernels import row_tile
 from kvcore_mxfp8.triton_support import Chip
 

@@ -13,7 +13,8 @@ from kvcore.contract import Command
 def plan(
     config: Annotated[Path, typer.Argument(help="A model's config.json, or the directory it is in.")],
     format: Annotated[
-        list[str] | None, typer.Option(help="KV format; may be repeated. [default: the model's dtype]")
+        list[str] | None,
+        typer.Option(help="KV format; may be repeated. [default: of --settings, or the model's dtype]"),
     ] = None,
     memory: Annotated[str | None, typer.Option(help="KV memory of each rank, e.g. 40GiB.")] = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", min=1)] = 1,

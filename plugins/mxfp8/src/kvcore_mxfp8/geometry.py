@@ -1,4 +1,4 @@
-"""Where the bytes of a stored tensor lie, as numbers that a Triton kernel is compiled for (no torch, no Triton)."""
+"""Where the bytes of a stored tensor lie, as numbers that compiled kernels work with (no torch, no Triton)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Terms = tuple[tuple[int, int, int], ...]
 stands for no remainder."""
 
 MAX_UNIT_BYTES = 2**31 - 1
-"""Offsets inside a unit are 32-bit in the kernels. Those of units are 64-bit."""
+"""Offsets inside a unit are 32-bit in Triton kernels. Those of units are 64-bit."""
 
 
 class Geometry(NamedTuple):
