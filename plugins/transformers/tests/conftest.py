@@ -68,8 +68,14 @@ def run_kit() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def zoo() -> ModuleType:
-    """Tiny models with windows and with latents."""
+    """Tiny models with windows, with latents and with states."""
     return _load("zoo")
+
+
+@pytest.fixture(scope="session")
+def hybrid_kit() -> ModuleType:
+    """Poisoned memory, little memory, and engines run to the end, for models with states."""
+    return _load("hybrid_kit")
 
 
 @pytest.fixture(scope="session")
@@ -103,11 +109,21 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callabl
 
 @pytest.fixture
 def make_cache() -> Iterator[Callable[..., KVCache]]:
-    """``make_cache(model, memory=…, policy=…, **cache options)``; closed, and found whole, when the test ends."""
+    """``make_cache(model, memory=…, policy=…, backend=…, plugins=…, **cache options)``; closed, and found whole, when the
+    test ends."""
     made: list[KVCache] = []
 
-    def make(model: Any, memory: int | str = "4MiB", policy: str = "backup", **options: Any) -> KVCache:
-        data = {"cache": {"memory": memory, **options}, "retraction": {"policy": policy}}
+    def make(
+        model: Any,
+        memory: int | str = "4MiB",
+        policy: str = "backup",
+        backend: str = "host_tensor",
+        plugins: tuple[str, ...] = (),
+        **options: Any,
+    ) -> KVCache:
+        sizes = {"options": {"size": "8MiB"}} if backend == "host_pool" else {}
+        retraction = {"policy": policy, "backend": backend, **sizes}
+        data = {"plugins": list(plugins), "cache": {"memory": memory, **options}, "retraction": retraction}
         made.append(cache_for(model, Config.from_mapping(data)))
         return made[-1]
 

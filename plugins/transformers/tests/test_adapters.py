@@ -100,12 +100,16 @@ def test_deepseek_keeps_a_latent_and_a_rotary_key_on_every_rank():
 @pytest.mark.parametrize(
     ("config", "where", "missing"),
     [
-        (transformers.Qwen3NextConfig(), {"layer": 0, "layer_type": "linear_attention"}, "recurrent state"),
-        (transformers.InklingTextConfig(), {"layer": 0, "layer_type": "hybrid_sliding"}, "convolution state"),
+        (transformers.Qwen3_5TextConfig(), {"layer": 0, "layer_type": "linear_attention"}, "recurrent state"),
+        (
+            transformers.Lfm2Config(num_hidden_layers=1, layer_types=["conv"]),
+            {"layer": 0, "layer_type": "conv"},
+            "convolution state",
+        ),
         (transformers.MambaConfig(), {"setting": "state_size"}, "recurrent state"),
         (transformers.JambaConfig(), {"setting": "mamba_d_state"}, "recurrent state"),
     ],
-    ids=["qwen3_next", "inkling", "mamba", "jamba"],
+    ids=["qwen3_5", "lfm2", "mamba", "jamba"],
 )
 def test_recurrent_state_is_refused_with_the_kind_of_plugin_that_is_missing(config, where, missing):
     for given in (config.to_dict(), config):

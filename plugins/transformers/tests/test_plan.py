@@ -237,7 +237,7 @@ def test_a_complete_config_json_is_planned_without_torch(tmp_path):
         ({"model_type": "telepathy"}, [], ["telepathy"]),
         ({"architectures": []}, [], ["model_type"]),
         ({**LLAMA_70B, "num_hidden_layers": "many"}, [], ["num_hidden_layers"]),
-        (transformers.Qwen3NextConfig().to_dict(), [], ["state component", "linear_attention"]),
+        (transformers.Qwen3NextConfig().to_dict(), [], ["state component", "qwen3_next"]),
         (transformers.MambaConfig().to_dict(), [], ["state component", "mamba"]),
     ],
 )

@@ -43,6 +43,17 @@ def test_kinds_of_prompts_become_tokens():
     assert tokenize(Prompt("a", text="why not"), words, 100) == (0, 3, 3)
 
 
+def test_a_prompt_may_say_what_a_right_answer_is(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"id": "a", "token_ids": [1], "answer": [2, 3]}\n{"id": "b", "token_ids": [1], "answer": []}\n')
+    with pytest.raises(ConfigError, match="line") as error:
+        read_prompts(path)
+    assert (error.value.fields["line"], "answer is empty" in error.value.fields["cause"]) == (2, True)
+    path.write_text(path.read_text().splitlines()[0])
+    (prompt,) = read_prompts(path)
+    assert prompt.answer == (2, 3)
+
+
 @pytest.mark.parametrize(
     ("prompt", "tokenizer", "what"),
     [

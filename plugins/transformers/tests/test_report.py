@@ -61,7 +61,14 @@ def test_a_report_adds_up_and_prints():
         },
         {
             "prefill": EngineStats(ops={"store": 5, "attend_prefill": 2}),
-            "decode": EngineStats(retractions=3, resumed=2, recomputed=1, ops={"store": 7}, pull_seconds=1e-6),
+            "decode": EngineStats(
+                retractions=3,
+                resumed=2,
+                recomputed=1,
+                bytes_saved={"full/kv": 2048, "state/conv": 96},
+                ops={"store": 7},
+                pull_seconds=1e-6,
+            ),
         },
         seconds=2.0,
     )
@@ -82,6 +89,8 @@ def test_a_report_adds_up_and_prints():
     assert (data["requests"], data["failed"], data["agreement"], data["agreement_plain"]) == (3, 2, 1.0, 0.5)
     assert (data["bytes_moved"], data["pulled_early"]) == ({"full/kv": 400}, 0.5)
     assert (data["retractions"], data["resumed"], data["recomputed"]) == (3, 2, 1)
+    assert data["bytes_saved"] == {"full/kv": 2048, "state/conv": 96}
+    assert (data["accuracy"], {r["right"] for r in data["results"]}) == (None, {None})
     assert data["ops"] == {"store": 12, "attend_prefill": 2, "load": 0, "attend_decode": 0, "copy_units": 0}
     assert data["ttft_ms"] == {"p50": 500.0, "p99": 1000.0}
     assert data["transfer_gbps"] == pytest.approx(0.4)
@@ -92,8 +101,50 @@ def test_a_report_adds_up_and_prints():
     ]
     out = io.StringIO()
     print_report(report, Console(file=out, width=160))
-    for word in ("1-2", "peer_lost: gone", "2 failed", "3: 2 resumed, 1 recomputed", "0.5000"):
+    for word in (
+        "1-2",
+        "peer_lost: gone",
+        "2 failed",
+        "3: 2 resumed, 1 recomputed",
+        "0.5000",
+        "full/kv 2.0 KiB, state/conv 96 B",
+    ):
         assert word in out.getvalue()
+    assert "accuracy" not in out.getvalue()
+
+
+def test_accuracy_counts_whole_answers_of_prompts_that_have_one():
+    """What failed, was refused, is short of a token or has one wrong is not right; surplus tokens do no harm."""
+    tokens = {"right": (1, 2, 3, 4), "more": (1, 2, 3, 9), "late": (1, 2, 9, 4), "short": (1, 2), "free": (7,)}
+    outcomes = {name: outcome(name, given) for name, given in tokens.items()}
+    outcomes["lost"] = outcome("lost", (1, 2, 3, 4), error=PeerLostError("gone"))
+    answers = dict.fromkeys(("right", "late", "lost", "refused"), (1, 2, 3, 4)) | {
+        "more": (1, 2, 3),
+        "short": (1, 2, 3),
+    }
+    report = build_report(
+        ServedRun(outcomes, {}, 1.0),
+        [Refusal("refused", EmptyPromptError("empty")), *(item.request for item in outcomes.values())],
+        {},
+        answers=answers,
+        decode_text=str,
+        format="fp32",
+        transport="shm",
+        workers={},
+    )
+    assert report.accuracy == pytest.approx(2 / 6)
+    assert {item.id: item.right for item in report.results} == {
+        "right": True,
+        "more": True,
+        "late": False,
+        "short": False,
+        "free": None,
+        "lost": False,
+        "refused": False,
+    }
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=160))
+    assert "0.3333" in out.getvalue()
 
 
 def test_a_run_in_which_nothing_came_back_still_reports():

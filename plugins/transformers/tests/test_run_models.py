@@ -1,4 +1,4 @@
-"""``kvcore run`` with windows and with latents: real prefill and decode processes, little memory, interrupts.
+"""``kvcore run`` with windows, with latents and with states: real prefill and decode processes, little memory, interrupts.
 
 Slow: each run starts four processes that import torch and transformers.
 """
@@ -22,23 +22,33 @@ MEMORY = {
     "mistral": 60 * 3 * 2 * 2 * PAGE * 16 * 4,
     "deepseek": 28 * 3 * PAGE * (32 + 16) * 4,  # pages; layers, slots, latent and rope, fp32
 }
-COMPONENTS = {"gemma3": {"full/kv", "swa/kv"}, "mistral": {"swa/kv"}, "deepseek": {"full/kv"}}
+COMPONENTS = {
+    "gemma3": {"full/kv", "swa/kv"},
+    "mistral": {"swa/kv"},
+    "deepseek": {"full/kv"},
+    "inkling": {"full/kv", "swa/kv", "state/conv"},
+    "qwen3_next": {"full/kv", "state/conv", "state/recurrent"},
+}
 
 
 @pytest.fixture
-def start(run_kit, zoo, prompt, tmp_path):
+def start(run_kit, zoo, hybrid_kit, make_cache, prompt, tmp_path):
     """``start(name, backend)``: a run of a saved model, one of its prompts as text; ended when the test is."""
     runs = []
 
     def begin(name, backend="host_tensor"):
-        directory = zoo.save(zoo.make(name), tmp_path / "model")
+        model, plugins = zoo.make(name), ""
+        directory = zoo.save(model, tmp_path / "model")
+        if name in zoo.HYBRIDS:
+            plugins = f"plugins = {[*hybrid_kit.PLUGINS]}\n"
+        memory = MEMORY.get(name) or hybrid_kit.memory_for(make_cache, model, 24)
         prompts = tmp_path / "prompts.jsonl"
         run_kit.prompt_file(prompts, prompt, enumerate((length, NEW) for length in LENGTHS))
         with prompts.open("a") as file:
             file.write(json.dumps({"id": "text", "text": "w3 w14 w15 w92 w6 w53", "max_new_tokens": NEW}) + "\n")
         settings = tmp_path / "kvcore.toml"
         settings.write_text(
-            f"[cache]\npage_size = {PAGE}\nmax_requests = 4\nmax_tokens = 64\nmemory = {MEMORY[name]}\n"
+            f"{plugins}[cache]\npage_size = {PAGE}\nmax_requests = 4\nmax_tokens = 64\nmemory = {memory}\n"
         )
         options = ("--model", directory, "--prompts", prompts, "--config", settings, "--retraction", backend)
         runs.append(run_kit.Run(*map(str, options), "--chunk", "16", "--json"))
@@ -58,6 +68,8 @@ def start(run_kit, zoo, prompt, tmp_path):
         ("deepseek", "host_tensor"),
         ("deepseek", "host_pool"),
         ("mistral", "host_pool"),
+        ("inkling", "host_pool"),
+        ("qwen3_next", "host_tensor"),
     ],
 )
 def test_two_processes_give_the_tokens_of_one_and_of_plain_transformers(start, run_kit, name, backend):

@@ -14,10 +14,11 @@ PLUGIN = PluginInfo(
 
 @hookimpl
 def kvcore_register_models() -> Sequence[type[ModelAdapter]]:
-    """Decoder-only models: Llama and SmolLM, Qwen, Mistral, Gemma 3, DeepSeek-V3."""
+    """Decoder-only models: Llama and SmolLM, Qwen, Mistral, Gemma 3, DeepSeek-V3, Inkling, Qwen3-Next."""
     from kvcore_transformers.adapters import ADAPTERS
+    from kvcore_transformers.hybrids import HYBRIDS
 
-    return ADAPTERS
+    return (*ADAPTERS, *HYBRIDS)
 
 
 @hookimpl

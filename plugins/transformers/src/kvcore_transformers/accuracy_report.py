@@ -26,8 +26,9 @@ from kvcore.cache import KVCache
 from kvcore.config import load_config
 from kvcore.errors import ConfigError
 from kvcore_transformers.adapters import enabled
-from kvcore_transformers.attention import ATTENTION, PagedBatch
+from kvcore_transformers.attention import ATTENTION
 from kvcore_transformers.loading import cache_for, load_model, load_tokenizer
+from kvcore_transformers.state_batch import batch_of
 from kvcore_transformers.weights import ensure_model
 
 _REQUEST = "text"
@@ -244,7 +245,7 @@ def _forward(model: Any, cache: KVCache, start: int, ids: torch.Tensor) -> torch
         result = model(
             input_ids=ids[None],
             position_ids=torch.arange(start, start + len(ids))[None],
-            cache=PagedBatch(step, cache.model),
+            cache=batch_of(step, cache, model.config),
             use_cache=True,
         )
         step.commit()

@@ -3,7 +3,8 @@
 A Hugging Face attention layer hands its ``kwargs`` to ``cache.update`` and passes the same dict on to the attention
 function. :class:`PagedBatch` stores the layer's new keys and values and leaves a :class:`LayerContext` in that dict; the
 registered function finds it and attends on the pools. So one forward pass serves a ragged batch: the new tokens of all
-rows are packed into one sequence ``[1, T]`` and the step's plan says where each row begins.
+rows are packed into one sequence ``[1, T]`` and the step's plan says where each row begins. Models with a state per
+request need their rows apart: see :mod:`kvcore_transformers.state_batch`.
 
 Latent attention (DeepSeek) expands what is stored to keys and values inside the model, out of a cache's reach. There
 ``update`` returns the stored latents of all rows, one row after the other, and the attention function attends row by row
@@ -14,17 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from kvcore.cache import Step
 from kvcore.contract import AttendParams, Fence
 from kvcore.errors import RequestError, UnsupportedError
 from kvcore.spec import LayerGroup, ModelSpec
+from kvcore.step import Step
 
 ATTENTION = "kvcore_paged"
 """Name of the attention implementation, for ``model.set_attn_implementation``."""
@@ -32,6 +33,9 @@ ATTENTION = "kvcore_paged"
 _CONTEXT = "kvcore"
 # Arguments that change what attention computes; one that is not understood must not be passed over.
 _REFUSED = ("position_bias", "softcap", "logits_soft_cap", "block_mask")
+
+BiasRows = Callable[[torch.Tensor], torch.Tensor]
+"""From a model's position bias ``[R, Hq, T, K]`` to the step's: ``[R * T, Hq, max length]`` by absolute key position."""
 
 
 class Span(NamedTuple):
@@ -45,14 +49,18 @@ class LayerContext:
     """What the attention function needs to know: the step under way and the layer.
 
     With ``spans`` the keys and values it is given are those of all rows, expanded by the model, and it reads no pool.
+    Without ``bias_rows`` a position bias is refused: its geometry is not known.
     """
 
-    __slots__ = ("layer", "spans", "step")
+    __slots__ = ("bias_rows", "layer", "spans", "step")
 
-    def __init__(self, step: Step, layer: int, spans: tuple[Span, ...] | None = None) -> None:
+    def __init__(
+        self, step: Step, layer: int, spans: tuple[Span, ...] | None = None, bias_rows: BiasRows | None = None
+    ) -> None:
         self.step = step
         self.layer = layer
         self.spans = spans
+        self.bias_rows = bias_rows
 
 
 class PagedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
@@ -64,14 +72,27 @@ class PagedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
         step: the step under way; its rows are packed in batch order.
         model: the layer groups that the step's cache was made for.
         on_layer: called with each layer, in the model's order, and the fence of the store of its keys and values.
+
+    Raises UnsupportedError for a model with states, which need rows apart.
     """
+
+    packs_rows: ClassVar[bool] = True
 
     def __init__(self, step: Step, model: ModelSpec, on_layer: Callable[[int, Fence], None] | None = None) -> None:
         super().__init__(layers=[])
+        states = [group.prefix for group in model.groups if group.kind == "state"]
+        if states and self.packs_rows:
+            raise UnsupportedError(
+                "a model with states cannot have its rows packed: a state would run from one into the next",
+                model=model.name,
+                groups=states,
+                remedy="use kvcore_transformers.state_batch.batch_of",
+            )
         self._step = step
         self._on_layer = on_layer
-        self._groups = {layer: group for group in model.groups for layer in group.layers}
-        self._stored: dict[str, tuple[torch.Tensor, tuple[Span, ...]]] = {}
+        attention = (group for group in model.groups if group.kind == "attention")
+        self._groups = {layer: group for group in attention for layer in group.layers}
+        self._rows_of: dict[str, tuple[torch.Tensor, tuple[Span, ...]]] = {}
 
     def update(
         self,
@@ -92,16 +113,13 @@ class PagedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
                 layer=layer_idx,
                 remedy="use KVCoreCache with the model's own attention",
             )
-        if key_states.shape[0] != 1:
-            raise RequestError("a paged batch is packed into one sequence", expected=1, got=key_states.shape[0])
+        self._begin_layer(layer_idx, key_states)
         group = self._groups[layer_idx]
         names = [item.name for item in group.tensors]
-        given = {n: x[0].transpose(0, 1) for n, x in zip(names, (key_states, value_states), strict=True)}
-        stored = self._step.store(layer_idx, given)
-        if self._on_layer is not None:
-            self._on_layer(layer_idx, stored)
+        given = {n: packed(x) for n, x in zip(names, (key_states, value_states), strict=True)}
+        self._stored_layer(layer_idx, self._step.store(layer_idx, given))
         if "latent" not in given:
-            kwargs[_CONTEXT] = LayerContext(self._step, layer_idx)
+            kwargs[_CONTEXT] = LayerContext(self._step, layer_idx, bias_rows=self._bias_rows(layer_idx))
             return key_states, value_states
         slots, spans = self._everything(group)
         every = {n: rows.new_empty(len(slots), *rows.shape[1:]) for n, rows in given.items()}
@@ -110,9 +128,23 @@ class PagedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
         latent, rope = (every[name].transpose(0, 1)[None] for name in names)
         return latent, rope
 
+    def finish(self) -> None:
+        """The forward pass is through: tell of the last layer, where that was not done before."""
+
+    def _begin_layer(self, layer: int, states: torch.Tensor) -> None:
+        if states.shape[0] != 1:
+            raise RequestError("a paged batch is packed into one sequence", expected=1, got=states.shape[0])
+
+    def _stored_layer(self, layer: int, fence: Fence) -> None:
+        if self._on_layer is not None:
+            self._on_layer(layer, fence)
+
+    def _bias_rows(self, layer: int) -> BiasRows | None:
+        return None
+
     def _everything(self, group: LayerGroup) -> tuple[torch.Tensor, tuple[Span, ...]]:
         """Slots of every token of every row, and where each row is among them; the same for all layers of a group."""
-        if group.prefix not in self._stored:
+        if group.prefix not in self._rows_of:
             plan = self._step.batch(group.prefix)
             where = [torch.arange(length, device=plan.page_table.device) for length in plan.host_lengths]
             slots = [
@@ -124,8 +156,8 @@ class PagedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
                 Span(slice(*query), slice(*key))
                 for query, key in zip(pairwise(plan.host_query_indptr), pairwise(bounds), strict=True)
             )
-            self._stored[group.prefix] = torch.cat(slots), spans
-        return self._stored[group.prefix]
+            self._rows_of[group.prefix] = torch.cat(slots), spans
+        return self._rows_of[group.prefix]
 
     # Positions are always given and masks are never made, so lengths are not read; the batch has no single one anyway.
 
@@ -143,6 +175,11 @@ class PagedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
         return False
 
 
+def packed(states: torch.Tensor) -> torch.Tensor:
+    """``[R, H, T, D]``, rows apart, to the step's tokens ``[R * T, H, D]`` in batch order."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
 def kvcore_paged(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -153,9 +190,13 @@ def kvcore_paged(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function: ``query [1, Hq, T, D]`` on the pools, result ``[1, T, Hq, Dv]``."""
+    """The registered attention function: ``query [R, Hq, T, D]`` on the pools, result ``[R, T, Hq, Dv]``.
+
+    R is 1 where rows are packed into one sequence.
+    """
     context = kwargs.get(_CONTEXT)
     if not isinstance(context, LayerContext):
         raise UnsupportedError(
@@ -163,9 +204,16 @@ def kvcore_paged(
             module=type(module).__name__,
             remedy="pass cache=PagedBatch(step, model), or choose another attention implementation",
         )
+    bias = None
+    if position_bias is not None:
+        if context.bias_rows is None:
+            kwargs["position_bias"] = position_bias
+        else:
+            bias = context.bias_rows(position_bias)
     _refuse_unknown(module, attention_mask, dropout, kwargs)
-    queries = query[0].transpose(0, 1)
+    queries = packed(query)
     out = torch.empty(*queries.shape[:2], value.shape[-1], dtype=query.dtype, device=query.device)
+    result = out.view(query.shape[0], query.shape[2], *out.shape[1:])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if context.spans is not None:
         if sliding_window or s_aux is not None:
@@ -175,11 +223,10 @@ def kvcore_paged(
                 layer=context.layer,
             )
         _attend_rows(context.spans, query, key, value, out, scale)
-        return out[None], None
-    context.step.attend(
-        context.layer, queries, out, AttendParams(sm_scale=scale, window=sliding_window or None, sinks=s_aux)
-    )
-    return out[None], None
+        return result, None
+    params = AttendParams(sm_scale=scale, window=sliding_window or None, sinks=s_aux, position_bias=bias)
+    context.step.attend(context.layer, queries, out, params)
+    return result, None
 
 
 def _attend_rows(

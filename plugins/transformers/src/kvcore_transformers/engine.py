@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from itertools import accumulate, chain
 from typing import Any
 
 import msgspec
 import torch
 
-from kvcore.cache import KVCache, Step
+from kvcore.cache import KVCache
 from kvcore.contract import Fence
 from kvcore.errors import (
     ConfigError,
@@ -33,7 +34,8 @@ from kvcore.peers import (
     SendFailed,
     SendSide,
 )
-from kvcore_transformers.attention import ATTENTION, PagedBatch
+from kvcore.step import Step
+from kvcore_transformers.attention import ATTENTION
 from kvcore_transformers.requests import (
     AskedEvent,
     DoneEvent,
@@ -48,6 +50,7 @@ from kvcore_transformers.requests import (
     TokenEvent,
 )
 from kvcore_transformers.scheduler import Batch, Row, Scheduler
+from kvcore_transformers.state_batch import batch_of, keeps_states, scales_by_position
 from kvcore_transformers.steady import steady_rows
 
 LayerHook = Callable[[str, int, int, int, Fence], None]
@@ -73,8 +76,9 @@ class Engine:
         sender: offer computed prompts through it; requests end here when they are pulled.
         receiver: get computed prompts through it.
         on_layer: ``on_layer(request, start, stop, layer, fence)`` is called within the forward pass of a prompt's last
-            chunk, tokens ``[start, stop)``, when a layer's keys and values are stored: once the fence is done they are
-            there, and will not be written again. The step is not committed yet.
+            chunk, tokens ``[start, stop)``, when all that a layer keeps is stored (keys and values; of a model with
+            states those too): once the fence is done it is there, and will not be written again. The step is not
+            committed yet.
     """
 
     def __init__(
@@ -110,6 +114,8 @@ class Engine:
             max_length=cache.model.max_length,
             stats=self._stats,
             on_failed=self._report_failed,
+            rows_apart=keeps_states(cache),
+            equal_lengths=keeps_states(cache) and scales_by_position(model.config),
         )
 
     # --- the caller's side ---
@@ -138,7 +144,8 @@ class Engine:
         """Counts so far, a copy."""
         seconds = 0.0 if self._receiver is None else self._receiver.stats().copy_seconds
         ops = dict(self._cache.store.op_counts)
-        return msgspec.structs.replace(self._stats, ops=ops, pull_seconds=seconds)
+        saved = dict(self._stats.bytes_saved)
+        return msgspec.structs.replace(self._stats, bytes_saved=saved, ops=ops, pull_seconds=seconds)
 
     def events(self) -> list[Event]:
         """Take what happened since the last call, in order."""
@@ -189,24 +196,27 @@ class Engine:
 
     @torch.inference_mode()
     def _forward(self, step: Step, rows: tuple[Row, ...], on_layer: Callable[[int, Fence], None] | None) -> list[int]:
-        """Compute the rows' new tokens, packed; return the greedy next token of each row."""
-        ids: list[int] = []
-        positions: list[int] = []
-        last: list[int] = []
-        for sequence, count in rows:
-            stop = sequence.computed + count
-            ids += sequence.tokens[sequence.computed : stop]
-            positions += range(sequence.computed, stop)
-            last.append(len(ids) - 1)
-        device = self._model.device
+        """Compute the rows' new tokens; return the greedy next token of each row.
+
+        Rows are packed into one sequence; those of a model with states stand in the batch axis.
+        """
+        ids = [sequence.tokens[sequence.computed : sequence.computed + count] for sequence, count in rows]
+        positions = [list(range(sequence.computed, sequence.computed + count)) for sequence, count in rows]
+        cache = batch_of(step, self._cache, self._model.config, on_layer)
+        keep: int | torch.Tensor = 1
+        if cache.packs_rows:
+            keep = torch.tensor([*accumulate(map(len, ids))], device=self._model.device) - 1
+            ids, positions = [list(chain.from_iterable(ids))], [list(chain.from_iterable(positions))]
         result = self._model(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            cache=PagedBatch(step, self._cache.model, on_layer),
+            input_ids=torch.tensor(ids, device=self._model.device),
+            position_ids=torch.tensor(positions, device=self._model.device),
+            cache=cache,
             use_cache=True,
-            logits_to_keep=torch.tensor(last, device=device),
+            logits_to_keep=keep,
         )
-        tokens: list[int] = result.logits[0].float().argmax(-1).tolist()
+        cache.finish()
+        logits = result.logits[0] if cache.packs_rows else result.logits[:, -1]
+        tokens: list[int] = logits.float().argmax(-1).tolist()
         return tokens
 
     def _layer_hook(self, batch: Batch) -> Callable[[int, Fence], None] | None:

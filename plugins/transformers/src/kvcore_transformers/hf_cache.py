@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvcore.cache import KVCache, Step
+from kvcore.cache import KVCache
 from kvcore.errors import RequestError, UnsupportedError
 from kvcore.spec import LayerGroup
+from kvcore.step import Step
 from kvcore_transformers.loading import build_cache
 
 _names = itertools.count()
@@ -105,7 +106,7 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
             raise UnsupportedError(
                 "KVCoreCache holds models with one group of attention layers that keep the whole sequence",
                 groups=[item.prefix for item in kvcache.model.groups],
-                remedy="use kvcore_transformers.engine.Engine, which serves windows too",
+                remedy="use kvcore_transformers.engine.Engine, which serves windows and states too",
             )
         self.kvcache = kvcache
         # What transformers calls keys and values: for latent attention the latent and its rotary part.

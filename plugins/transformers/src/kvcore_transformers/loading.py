@@ -13,10 +13,12 @@ from safetensors import SafetensorError
 from kvcore.cache import KVCache
 from kvcore.config import CacheConfig, Config, parse_bytes
 from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.fitting import Holders
 from kvcore.layout import Layout
 from kvcore.registry import Registry
 from kvcore.spec import ModelSpec, Shard
 from kvcore_transformers.adapters import adapter_for, enabled
+from kvcore_transformers.hf_config import computed_in
 
 DTYPES: dict[torch.dtype, str] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 """Compute dtypes that have a plain format, by name."""
@@ -66,7 +68,8 @@ def model_spec(registry: Registry, config: Any, dtype: torch.dtype) -> ModelSpec
     """Layer groups of a model that computes in ``dtype``. Raises UnsupportedError for what no plugin can hold."""
     if dtype not in DTYPES:
         raise UnsupportedError("the model computes in a dtype that has no plain format", dtype=str(dtype))
-    spec = adapter_for(registry, config).spec(config)
+    # A state may be kept in the dtype the model computes in, so the adapter has to know it.
+    spec = adapter_for(registry, config).spec(computed_in(config, DTYPES[dtype]))
     return msgspec.structs.replace(spec, dtype=DTYPES[dtype])
 
 
@@ -78,13 +81,8 @@ def describe(config: Config, hf_config: Any, dtype: torch.dtype = torch.float32)
     registry = enabled(config)
     spec = model_spec(registry, hf_config, dtype)
     kv_format = registry.format(config.cache.format, **config.cache.format_options)
-    layouts = {}
-    for group in spec.groups:
-        kv_format.supports(group).require("the format cannot hold the model", format=kv_format.name, group=group.prefix)
-        layouts[group.prefix] = kv_format.layout(
-            group, page_size=config.cache.page_size, shard=Shard(), arena=config.cache.arena
-        )
-    return registry, layouts
+    holders = Holders(spec, kv_format, registry, Shard())
+    return registry, holders.layouts(page_size=config.cache.page_size, arena=config.cache.arena)
 
 
 def cache_for(model: Any, config: Config) -> KVCache:

@@ -6,7 +6,8 @@ Each line is an object with a unique ``id`` and one of
 - ``raw``: text that is tokenised as it stands;
 - ``token_ids``: the tokens themselves.
 
-``tokens`` cuts the prompt to exactly that many tokens; ``max_new_tokens`` overrides the number of tokens to generate.
+``tokens`` cuts the prompt to exactly that many tokens; ``max_new_tokens`` overrides the number of tokens to generate;
+``answer`` is what a right answer begins with, token ids, for those who count right answers.
 Empty lines and lines that begin with ``#`` are skipped.
 """
 
@@ -30,6 +31,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     token_ids: tuple[int, ...] | None = None
     tokens: int | None = None
     max_new_tokens: int | None = None
+    answer: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("text", "raw", "token_ids") if getattr(self, name) is not None]
@@ -41,6 +43,8 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             raise ValueError("tokens is negative")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError("max_new_tokens is less than 1")
+        if self.answer is not None and not self.answer:
+            raise ValueError("answer is empty")
 
     @property
     def shown(self) -> str:

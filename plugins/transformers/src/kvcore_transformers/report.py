@@ -28,6 +28,7 @@ class RequestReport(msgspec.Struct, frozen=True):
         tokens: generated token ids.
         text: the same as text, where the model has a tokenizer.
         error: why it failed, or None.
+        right: whether it is the right answer, of a prompt that has one.
         ttft_ms: milliseconds to the first token.
         bytes_moved: logical bytes pulled.
         pulled_early: share of them pulled before the last chunk began.
@@ -38,6 +39,7 @@ class RequestReport(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
     text: str
     error: dict[str, Any] | None
+    right: bool | None
     ttft_ms: float | None
     bytes_moved: int
     pulled_early: float
@@ -48,11 +50,14 @@ class RunReport(msgspec.Struct, frozen=True):
 
     Attributes:
         requests, failed: how many.
+        accuracy: share of the prompts with an answer that were answered right, from the first token to the last of the
+            answer; those that failed were not. None where no prompt has one.
         agreement: share of tokens equal to a single-process run of the same format and chunking; None if none ran.
         agreement_plain: the same to plain transformers.
         bytes_moved: logical bytes pulled, by component.
         pulled_early: share of them pulled before the last chunk of their prompt began.
         retractions, resumed, recomputed: counts.
+        bytes_saved: bytes of retracted requests copied to the backup, by component.
         ops: calls of each kernel op, both processes.
         ttft_ms: ``p50`` and ``p99``, milliseconds; None where no token came.
         transfer_gbps: 10⁹ bytes a second while copying.
@@ -64,6 +69,7 @@ class RunReport(msgspec.Struct, frozen=True):
 
     requests: int
     failed: int
+    accuracy: float | None
     agreement: float | None
     agreement_plain: float | None
     bytes_moved: dict[str, int]
@@ -71,6 +77,7 @@ class RunReport(msgspec.Struct, frozen=True):
     retractions: int
     resumed: int
     recomputed: int
+    bytes_saved: dict[str, int]
     ops: dict[str, int]
     ttft_ms: dict[str, float | None]
     transfer_gbps: float
@@ -117,6 +124,7 @@ def build_report(
     entries: Sequence[GenerationRequest | Refusal],
     references: Mapping[str, Tokens],
     *,
+    answers: Tokens | None = None,
     decode_text: Callable[[Sequence[int]], str],
     format: str,
     transport: str,
@@ -128,6 +136,7 @@ def build_report(
         run: what was served.
         entries: the prompts in the order of the file: requests, all of them in ``run``, and refusals.
         references: tokens by request, of the runs ``single`` and ``plain``.
+        answers: what a right answer begins with, by prompt, where that is known.
         decode_text: token ids to text.
         format, transport, workers: for the report.
     """
@@ -141,15 +150,18 @@ def build_report(
     total = sum(moved.values())
     decode = run.stats.get("decode")
     times = [ms for outcome in outcomes if (ms := _ttft_ms(outcome)) is not None]
+    want = answers or {}
     results = [
-        RequestReport(entry.id, 0, (), "", entry.error.as_dict(), None, 0, 0.0)
+        _refused(entry, entry.id in want)
         if isinstance(entry, Refusal)
-        else _request_report(run.outcomes[entry.id], decode_text)
+        else _request_report(run.outcomes[entry.id], want.get(entry.id), decode_text)
         for entry in entries
     ]
+    judged = [result.right for result in results if result.right is not None]
     return RunReport(
         requests=len(results),
         failed=sum(result.error is not None for result in results),
+        accuracy=sum(judged) / len(judged) if judged else None,
         agreement=agreement(outcomes, references.get("single", {})),
         agreement_plain=agreement(outcomes, references.get("plain", {})),
         bytes_moved=dict(moved),
@@ -157,6 +169,7 @@ def build_report(
         retractions=decode.retractions if decode else 0,
         resumed=decode.resumed if decode else 0,
         recomputed=decode.recomputed if decode else 0,
+        bytes_saved=dict(decode.bytes_saved) if decode else {},
         ops=dict(ops),
         ttft_ms={"p50": percentile(times, 0.5), "p99": percentile(times, 0.99)},
         transfer_gbps=total / decode.pull_seconds / 1e9 if decode and decode.pull_seconds else 0.0,
@@ -194,16 +207,18 @@ def print_report(report: RunReport, console: Console) -> None:
 
 
 def _summary(report: RunReport) -> list[tuple[str, str]]:
-    moved = ", ".join(f"{name} {_size(count)}" for name, count in report.bytes_moved.items())
     first = [report.ttft_ms["p50"], report.ttft_ms["p99"]]
+    answers = [] if report.accuracy is None else [("accuracy: answers that are right", _share(report.accuracy))]
     return [
         ("requests", f"{report.requests}, {report.failed} failed"),
+        *answers,
         ("tokens", str(sum(len(item.tokens) for item in report.results))),
         ("first token p50, p99", ", ".join("-" if ms is None else f"{ms:.0f} ms" for ms in first)),
-        ("bytes pulled", moved or "none"),
+        ("bytes pulled", _sizes(report.bytes_moved)),
         ("pulled before the last chunk began", f"{report.pulled_early:.1%}"),
         ("copying", f"{report.transfer_gbps:.2f} GB/s"),
         ("retractions", f"{report.retractions}: {report.resumed} resumed, {report.recomputed} recomputed"),
+        ("bytes saved on retraction", _sizes(report.bytes_saved)),
         ("kernel calls", ", ".join(f"{op} {count}" for op, count in report.ops.items())),
         ("agreement with a single-process run", _share(report.agreement)),
         ("agreement with plain transformers", _share(report.agreement_plain)),
@@ -211,7 +226,23 @@ def _summary(report: RunReport) -> list[tuple[str, str]]:
     ]
 
 
-def _request_report(outcome: Outcome, decode_text: Callable[[Sequence[int]], str]) -> RequestReport:
+def _refused(entry: Refusal, judged: bool) -> RequestReport:
+    return RequestReport(
+        id=entry.id,
+        prompt_tokens=0,
+        tokens=(),
+        text="",
+        error=entry.error.as_dict(),
+        right=False if judged else None,
+        ttft_ms=None,
+        bytes_moved=0,
+        pulled_early=0.0,
+    )
+
+
+def _request_report(
+    outcome: Outcome, answer: tuple[int, ...] | None, decode_text: Callable[[Sequence[int]], str]
+) -> RequestReport:
     moved = sum(outcome.bytes_by_component.values())
     return RequestReport(
         id=outcome.request.id,
@@ -219,6 +250,7 @@ def _request_report(outcome: Outcome, decode_text: Callable[[Sequence[int]], str
         tokens=tuple(outcome.tokens),
         text=decode_text(outcome.tokens),
         error=outcome.error.as_dict() if outcome.error else None,
+        right=None if answer is None else outcome.finished and tuple(outcome.tokens[: len(answer)]) == answer,
         ttft_ms=_ttft_ms(outcome),
         bytes_moved=moved,
         pulled_early=outcome.pulled_early / moved if moved else 0.0,
@@ -235,6 +267,10 @@ def _error_line(error: Mapping[str, Any]) -> str:
 
 def _share(value: float | None) -> str:
     return "nothing to compare" if value is None else f"{value:.4f}"
+
+
+def _sizes(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_size(count)}" for name, count in counts.items()) or "none"
 
 
 def _size(count: int) -> str:

@@ -57,6 +57,7 @@ class Sequence:
         handle: what was saved, while retracted.
         error: why it failed.
         retractions: how often it was taken off the device.
+        served: number of the decode pass that last computed a token of it, 0 before the first.
     """
 
     request: GenerationRequest
@@ -68,6 +69,7 @@ class Sequence:
     handle: RetractionHandle | None = None
     error: KVCoreError | None = None
     retractions: int = 0
+    served: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -147,6 +149,7 @@ class EngineStats(msgspec.Struct):
         retractions: requests taken off the device.
         resumed: brought back from a backup.
         recomputed: brought back by computing their tokens again.
+        bytes_saved: bytes copied to the backup, by component.
         steps: forward passes.
         ops: calls of each kernel op.
         pull_seconds: time spent copying pulled bytes.
@@ -155,6 +158,7 @@ class EngineStats(msgspec.Struct):
     retractions: int = 0
     resumed: int = 0
     recomputed: int = 0
+    bytes_saved: dict[str, int] = {}
     steps: int = 0
     ops: dict[str, int] = {}
     pull_seconds: float = 0.0

@@ -13,9 +13,18 @@ from kvcore.contract import Command
 
 def run(
     model: Annotated[
-        Path | None, typer.Option(help="Local model directory. [default: SmolLM2-135M-Instruct, converted once]")
+        str | None,
+        typer.Option(
+            metavar="DIR|guard",
+            help="Local model directory; or 'guard', a tiny model that answers wrongly where any part of its cache or "
+            "state is lost, with its own task, format mxfp8 and little memory. [default: SmolLM2-135M-Instruct, "
+            "converted once]",
+        ),
     ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Prompt file, JSON lines. [default: 16 shipped prompts]")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompt file, JSON lines. [default: 16 shipped prompts, or the model's task]")
+    ] = None,
+    count: Annotated[int | None, typer.Option(help="Prompts of 'guard'. [default: 32]", min=1)] = None,
     config: Annotated[Path | None, typer.Option(help="Configuration file (TOML).")] = None,
     format: Annotated[str | None, typer.Option(help="KV format. [default: fp32]")] = None,
     transport: Annotated[str | None, typer.Option(help="How KV moves between the processes. [default: shm]")] = None,
@@ -37,6 +46,7 @@ def run(
     options = RunOptions(
         model=model,
         prompts=prompts,
+        count=count,
         config=config,
         overrides={
             "cache.format": format,

@@ -24,6 +24,7 @@ from kvcore_transformers.pair import Pair, ServedRun, Setup, serve_alone, withou
 from kvcore_transformers.prompts import Prompt, read_prompts, shipped_prompts, tokenize
 from kvcore_transformers.report import Refusal, RunReport, build_report, print_report
 from kvcore_transformers.requests import Event, FailedEvent, GenerationRequest, ReceivedEvent, TokenEvent
+from kvcore_transformers.run_builtin import DEFAULT_COUNT, BuiltinModel, check_count, find
 from kvcore_transformers.weights import ensure_model
 
 
@@ -31,8 +32,9 @@ from kvcore_transformers.weights import ensure_model
 class RunOptions:
     """The command line of ``kvcore run``; ``overrides`` are configuration keys, None meaning "not given"."""
 
-    model: Path | None
+    model: str | None
     prompts: Path | None
+    count: int | None
     config: Path | None
     overrides: Mapping[str, Any]
     max_new_tokens: int
@@ -61,10 +63,14 @@ def execute(options: RunOptions, console: Console) -> RunReport:
 
     Raises ConfigError, PluginError or UnsupportedError for what cannot work, before a process is started.
     """
-    config = with_pool_size(load_config(options.config, options.overrides))
+    builtin = find(options.model)
+    config = with_pool_size(load_config(options.config, options.overrides, builtin.settings if builtin else None))
+    check_count(builtin, options.prompts, options.count)
+    if builtin is not None:
+        builtin.check_installed(config)
     _check_names(config)
-    prompts = read_prompts(options.prompts or shipped_prompts())
-    directory = ensure_model(options.model, lambda line: console.print(line, style="dim", highlight=False))
+    prompts = _prompts(options, builtin)
+    directory = _directory(options.model, builtin, console)
     from kvcore_transformers import loading  # imports transformers: after everything that can be refused without it
 
     hf_config = loading.load_config(directory)
@@ -93,6 +99,7 @@ def execute(options: RunOptions, console: Console) -> RunReport:
         served,
         entries,
         references,
+        answers={prompt.id: prompt.answer for prompt in reversed(prompts) if prompt.answer is not None},
         decode_text=_decoder(tokenizer),
         format=config.cache.format,
         transport=config.transfer.transport,
@@ -124,6 +131,20 @@ def make_requests(
             taken.add(prompt.id)
             entries.append(GenerationRequest(prompt.id, ids, prompt.max_new_tokens or max_new_tokens, eos))
     return entries
+
+
+def _prompts(options: RunOptions, builtin: BuiltinModel | None) -> list[Prompt]:
+    """The file that was named; else the task of a built-in model; else the shipped file."""
+    if options.prompts is None and builtin is not None:
+        return builtin.prompts(options.count or DEFAULT_COUNT)
+    return read_prompts(options.prompts or shipped_prompts())
+
+
+def _directory(model: str | None, builtin: BuiltinModel | None, console: Console) -> Path:
+    if builtin is not None:
+        return ensure_model(builtin.directory())
+    path = None if model is None else Path(model)
+    return ensure_model(path, lambda line: console.print(line, style="dim", highlight=False))
 
 
 def with_pool_size(config: Config) -> Config:
@@ -182,7 +203,12 @@ def _units(config: Config, layouts: Mapping[str, Layout], memory: int) -> Units:
     """The units a cache of this configuration and ``memory`` bytes has."""
     cache = config.cache
     return units_for_memory(
-        layouts, memory, max_requests=cache.max_requests, step_tokens=cache.max_tokens, step_rows=cache.max_rows
+        layouts,
+        memory,
+        max_requests=cache.max_requests,
+        step_tokens=cache.max_tokens,
+        step_rows=cache.max_rows,
+        checkpoints=cache.checkpoints,
     )
 
 

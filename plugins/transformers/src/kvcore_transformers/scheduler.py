@@ -6,6 +6,8 @@ Rules, in this order:
 - Waiting requests are admitted in order of arrival, and only in that order: a large one is never overtaken.
 - Prompts are computed in chunks whose borders depend on nothing but the prompt; short chunks of several requests share a
   forward pass. The two oldest prompts take turns, so that one's chunk is moved while the other's is computed.
+- Models with states compute one chunk a forward pass; models that scale attention by position decode requests of one
+  length together, those that have waited longest first.
 - Prefill and decode passes alternate while there is work for both.
 - When units run out the youngest running request is retracted, never the only one that holds units.
 """
@@ -21,7 +23,7 @@ from typing import Literal
 import msgspec
 import structlog
 
-from kvcore.cache import KVCache, Step
+from kvcore.cache import KVCache
 from kvcore.errors import (
     BackupError,
     CapacityError,
@@ -32,6 +34,7 @@ from kvcore.errors import (
     RequestError,
     UnknownRequestError,
 )
+from kvcore.step import Step
 from kvcore_transformers.requests import EngineStats, GenerationRequest, Sequence, State
 
 log = structlog.get_logger("kvcore.scheduler")
@@ -60,6 +63,8 @@ class Scheduler:
         max_length: longest sequence the model accepts, 0 when unlimited.
         stats: counted into.
         on_failed: told of requests that failed while being scheduled.
+        rows_apart: a prefill pass is one chunk of one prompt (models with states, whose rows cannot be packed).
+        equal_lengths: a decode pass takes requests of one length only.
     """
 
     def __init__(
@@ -73,6 +78,8 @@ class Scheduler:
         max_length: int,
         stats: EngineStats,
         on_failed: Callable[[Sequence], None],
+        rows_apart: bool = False,
+        equal_lengths: bool = False,
     ) -> None:
         self.live: dict[str, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
@@ -89,7 +96,10 @@ class Scheduler:
         self._max_length = max_length
         self._stats = stats
         self._on_failed = on_failed
+        self._rows_apart = rows_apart
+        self._equal_lengths = equal_lengths
         self._arrivals = 0
+        self._passes = 0
         self._decode_next = False
         self._page = cache.config.cache.page_size
         self._max_rows = min(cache.config.cache.max_rows, cache.config.cache.max_tokens)  # a decode row is one token
@@ -247,6 +257,8 @@ class Scheduler:
         sequence.state = State.RETRACTED
         sequence.retractions += 1
         self._stats.retractions += 1
+        for component, count in sequence.handle.bytes_by_component.items():
+            self._stats.bytes_saved[component] = self._stats.bytes_saved.get(component, 0) + count
         self.retracted.append(sequence)
         self.retracted.sort(key=lambda item: item.order)
         log.info("retracted", request=sequence.id, length=sequence.computed, bytes=sequence.handle.nbytes)
@@ -309,6 +321,8 @@ class Scheduler:
                 continue
             rows.append((sequence, count))
             budget -= count
+            if self._rows_apart:
+                break
         if not rows:
             return None
         step = self._cache.begin([(sequence.id, count) for sequence, count in rows])
@@ -322,14 +336,23 @@ class Scheduler:
                 self._fail(sequence, self._outgrown(sequence))
             if not self.running:
                 break
+            chosen = self._of_one_length() if self._equal_lengths else list(self.running)
             try:
-                step = self._cache.begin([(sequence.id, 1) for sequence in self.running])
+                step = self._cache.begin([(sequence.id, 1) for sequence in chosen])
             except CapacityError as error:
                 if not self._make_room(error):
                     return None
                 continue
-            return Batch("decode", tuple((sequence, 1) for sequence in self.running), step)
+            self._passes += 1
+            for sequence in chosen:
+                sequence.served = self._passes
+            return Batch("decode", tuple((sequence, 1) for sequence in chosen), step)
         return None
+
+    def _of_one_length(self) -> list[Sequence]:
+        """Of the running requests, the one that has waited longest and all that are as long as it."""
+        first = min(self.running, key=lambda item: (item.served, item.order))
+        return [item for item in self.running if item.computed == first.computed]
 
     def _make_room(self, error: CapacityError) -> bool:
         """Retract the youngest; False where only waiting for a prefill or a transfer helps."""
