@@ -67,7 +67,11 @@ def test_sixteen_prompts_and_bad_ones(run_kit, tmp_path, prompt, tiny_directory)
     assert all(run_kit.gone(pid) for pid in pids.values())
 
 
-@pytest.mark.parametrize("policy", ["backup", "recompute", "host_pool"])
+# One policy is enough for every day: within one process the engine's tests try all of them.
+@pytest.mark.parametrize(
+    "policy",
+    ["backup", *(pytest.param(name, marks=pytest.mark.model) for name in ("recompute", "host_pool"))],
+)
 def test_little_memory_retracts(run_kit, tmp_path, prompt, tiny_directory, policy):
     path = run_kit.prompt_file(
         tmp_path / "p.jsonl", prompt, enumerate((length, 40) for length in (30, 31, 14, 47, 1, 62))
