@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,13 +10,12 @@ import torch
 from kvcore.contract import DONE, BatchPlan, Fence, Format, Kernel, PoolView, Support
 from kvcore.errors import LayoutError
 from kvcore.layout import Layout
-from kvcore.paged_attention import attends_keys_and_values, decode, prefill
+from kvcore.paged_attention import attends_keys_and_values
 from kvcore.spec import LayerGroup
 from kvcore.tensors import int64_tensor
-from kvcore_mxfp8.format import Mxfp8
-from kvcore_mxfp8.kernels_torch import FORMATS
+from kvcore_mxfp8.kernels_torch import FORMATS, Mxfp8Decode, Mxfp8Prefill, PagedAttend, scale_rule_of
 from kvcore_mxfp8.numba_support import device_support
-from kvcore_mxfp8.pages import TensorPages
+from kvcore_mxfp8.pages import Gathers
 from kvcore_mxfp8.regions import tensors
 
 if TYPE_CHECKING:
@@ -26,9 +25,8 @@ if TYPE_CHECKING:
 def _stored(pool: PoolView, names: tuple[str, ...], format: Format) -> list[CompiledTensor]:
     from kvcore_mxfp8.numba_tensors import CompiledTensor  # here: it imports Numba
 
-    if not isinstance(format, Mxfp8):
-        raise LayoutError("the layout is of a format that these kernels do not know", format=format.name)
-    return [CompiledTensor(pool, name, format.scale_rule) for name in names]
+    rule = scale_rule_of(format)
+    return [CompiledTensor(pool, name, rule) for name in names]
 
 
 class _Compiled(Kernel):
@@ -90,37 +88,28 @@ class NumbaLoad(_Compiled):
         return load
 
 
-class _Attend(_Compiled):
+class _CompiledAttend(PagedAttend):
+    priority = _Compiled.priority
+
     def supports(self, device: str, layout: Layout, group: LayerGroup) -> Support:
         """Groups on the CPU with ``k`` and ``v`` of equally many heads, where Numba is installed."""
         return attends_keys_and_values(group) and device_support(device)
 
+    def stored(self, pool: PoolView, names: tuple[str, ...], format: Format) -> Sequence[Gathers]:
+        """The tensors of a pool, read by what Numba compiles."""
+        return _stored(pool, names, format)
 
-def _pages(pool: PoolView, format: Format) -> tuple[TensorPages, TensorPages, int]:
-    keys, values = _stored(pool, ("k", "v"), format)
-    return TensorPages(keys), TensorPages(values), keys.page_size
 
-
-class NumbaDecode(_Attend):
+class NumbaDecode(_CompiledAttend, Mxfp8Decode):
     """Dequantise the pages of rows of similar length, then attend with torch."""
 
-    op = "attend_decode"
     name = "mxfp8_numba_attend_decode"
 
-    def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> Callable[..., Any]:
-        """See :class:`kvcore.contract.Kernel`."""
-        return decode(*_pages(pool, format))
 
-
-class NumbaPrefill(_Attend):
+class NumbaPrefill(_CompiledAttend, Mxfp8Prefill):
     """Dequantise the pages of a row, then attend in blocks of queries with torch."""
 
-    op = "attend_prefill"
     name = "mxfp8_numba_attend_prefill"
-
-    def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> Callable[..., Any]:
-        """See :class:`kvcore.contract.Kernel`."""
-        return prefill(*_pages(pool, format))
 
 
 NUMBA_KERNELS: tuple[type[Kernel], ...] = (NumbaStore, NumbaLoad, NumbaDecode, NumbaPrefill)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from kvcore.layout import Layout
 from kvcore.paged_attention import attends_keys_and_values, decode, prefill
 from kvcore.spec import LayerGroup
 from kvcore.tensors import int64_tensor, kept_rows
+from kvcore_mxfp8.elements import ScaleRule
 from kvcore_mxfp8.format import Mxfp8
-from kvcore_mxfp8.pages import StoredTensor, TensorPages
+from kvcore_mxfp8.pages import Gathers, StoredTensor, TensorPages
 from kvcore_mxfp8.regions import tensors
 
 FORMATS = ("mxfp8", "mxfp8_e5m2")
@@ -24,10 +25,16 @@ def _on_cpu(device: str) -> Support:
     return FULL if device == "cpu" else unsupported(f"runs on the CPU, the device is {device}")
 
 
-def _stored(pool: PoolView, names: tuple[str, ...], format: Format) -> list[StoredTensor]:
+def scale_rule_of(format: Format) -> ScaleRule:
+    """The rule of one of these formats. LayoutError for another format."""
     if not isinstance(format, Mxfp8):
         raise LayoutError("the layout is of a format that these kernels do not know", format=format.name)
-    return [StoredTensor(pool, name, format.scale_rule) for name in names]
+    return format.scale_rule
+
+
+def _stored(pool: PoolView, names: tuple[str, ...], format: Format) -> list[StoredTensor]:
+    rule = scale_rule_of(format)
+    return [StoredTensor(pool, name, rule) for name in names]
 
 
 class Mxfp8Store(Kernel):
@@ -107,7 +114,9 @@ class Mxfp8Load(Kernel):
         return load
 
 
-class _Attend(Kernel):
+class PagedAttend(Kernel):
+    """Attention of torch over pages that are dequantised first. What reads them is of :meth:`stored`."""
+
     formats = FORMATS
     priority = 10
 
@@ -115,13 +124,17 @@ class _Attend(Kernel):
         """Groups on the CPU with ``k`` and ``v`` of equally many heads."""
         return attends_keys_and_values(group) and _on_cpu(device)
 
+    def stored(self, pool: PoolView, names: tuple[str, ...], format: Format) -> Sequence[Gathers]:
+        """The tensors of a pool."""
+        return _stored(pool, names, format)
 
-def _pages(pool: PoolView, format: Format) -> tuple[TensorPages, TensorPages, int]:
-    keys, values = _stored(pool, ("k", "v"), format)
-    return TensorPages(keys), TensorPages(values), keys.page_size
+    def pages(self, pool: PoolView, format: Format) -> tuple[TensorPages, TensorPages, int]:
+        """Keys, values and the page size."""
+        keys, values = self.stored(pool, ("k", "v"), format)
+        return TensorPages(keys), TensorPages(values), keys.page_size
 
 
-class Mxfp8Decode(_Attend):
+class Mxfp8Decode(PagedAttend):
     """Dequantise the pages of rows of similar length, then attend."""
 
     op = "attend_decode"
@@ -129,10 +142,10 @@ class Mxfp8Decode(_Attend):
 
     def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> Callable[..., Any]:
         """See :class:`kvcore.contract.Kernel`."""
-        return decode(*_pages(pool, format))
+        return decode(*self.pages(pool, format))
 
 
-class Mxfp8Prefill(_Attend):
+class Mxfp8Prefill(PagedAttend):
     """Dequantise the pages of a row, then attend in blocks of queries."""
 
     op = "attend_prefill"
@@ -140,7 +153,7 @@ class Mxfp8Prefill(_Attend):
 
     def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> Callable[..., Any]:
         """See :class:`kvcore.contract.Kernel`."""
-        return prefill(*_pages(pool, format))
+        return prefill(*self.pages(pool, format))
 
 
 TORCH_KERNELS: tuple[type[Kernel], ...] = (Mxfp8Store, Mxfp8Load, Mxfp8Decode, Mxfp8Prefill)

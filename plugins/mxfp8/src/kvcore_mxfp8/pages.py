@@ -168,6 +168,7 @@ class Gathers(Protocol):
     """A stored tensor whose pages can be read: as :class:`StoredTensor`, or as compiled kernels have it."""
 
     heads: int
+    page_size: int
     tensor_scales: dict[int, torch.Tensor]
 
     def gather(self, layer: int, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
