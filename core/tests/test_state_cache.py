@@ -27,7 +27,7 @@ from kvcore.spec import LayerGroup, ModelSpec, Shard, TensorSpec
 from kvcore.states import StateSlots
 from kvcore.step import Step
 from kvcore.stepplan import RangePlan
-from kvcore.testing.harness import Subject
+from kvcore.testing.harness import Subject, poison
 
 HEADS, PAGE = 4, 4
 KV = (TensorSpec("k", HEADS, 8), TensorSpec("v", HEADS, 8))
@@ -97,14 +97,6 @@ def build(
     cache.poison_freed = True
     poison(cache)
     return cache
-
-
-def poison(cache: KVCache) -> None:
-    """Fill every unit that nobody owns."""
-    for group, layout in cache.layouts.items():
-        pool = cache.store.pools[group]
-        for item in layout.ranges:
-            pool.fill(cache.manager.free_units(group, item.name), 0xFF, pool.components_of(item.name))
 
 
 @pytest.fixture(params=["page_major", "layer_major"])

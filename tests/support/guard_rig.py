@@ -16,6 +16,7 @@ from typing import Any
 
 from kvcore.cache import KVCache
 from kvcore.config import Config
+from kvcore.testing.harness import poison
 from kvcore_transformers.engine import Engine
 from kvcore_transformers.guard import task
 from kvcore_transformers.guard.model import weights_directory
@@ -68,9 +69,7 @@ def wipe(cache: KVCache, byte: int) -> None:
         assert time.monotonic() < deadline, "a copy does not end"
         time.sleep(0.001)
         cache.can_admit(1)  # sees to copies that have ended
-    for group, pool in cache.store.pools.items():
-        for item in cache.layouts[group].ranges:
-            pool.fill(cache.manager.free_units(group, item.name), byte, pool.components_of(item.name))
+    poison(cache, byte)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from kvcore.plugins import load_plugins
 from kvcore.registry import Registry as Plugins
 from kvcore.spec import LayerGroup, ModelSpec, Shard, StateSpec, TensorSpec
 from kvcore.step import Step
-from kvcore.testing.harness import Subject
+from kvcore.testing.harness import Subject, poison
 
 PAGE = 4
 TOKENS = LayerGroup("full", (0, 2), (TensorSpec("k", 1, 8), TensorSpec("v", 1, 8)), num_query_heads=1)
@@ -72,14 +72,6 @@ def build(model: ModelSpec = MODEL, *components: StateComponent, **settings: obj
     cache.poison_freed = True
     poison(cache)
     return cache
-
-
-def poison(cache: KVCache) -> None:
-    """Fill every unit that nobody owns."""
-    for group, layout in cache.layouts.items():
-        pool = cache.store.pools[group]
-        for item in layout.ranges:
-            pool.fill(cache.manager.free_units(group, item.name), 0xFF, pool.components_of(item.name))
 
 
 def fold(tokens: Sequence[int], layer: int) -> int:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvcore.contract import DONE
+from kvcore.testing.harness import poison
 from kvcore_transformers.engine import Engine
 from kvcore_transformers.requests import GenerationRequest
 
@@ -45,10 +46,7 @@ def test_each_layer_of_the_last_chunk_is_told_when_its_bytes_are_there(zoo, make
         engine.submit(GenerationRequest(request, prompt(length, 1), 2))
     final = {}
     while engine.busy:
-        for group, layout in cache.layouts.items():
-            for item in layout.ranges:
-                pool = cache.store.pools[group]
-                pool.fill(cache.manager.free_units(group, item.name), 0xFF)
+        poison(cache)
         before = len(told)
         begin = cache.store.begin
 

@@ -9,19 +9,13 @@ import torch
 from transformers import DynamicCache
 
 from kvcore.errors import UnsupportedError
+from kvcore.testing.harness import poison
 from kvcore_transformers.attention import ATTENTION, PagedBatch
 from kvcore_transformers.engine import Engine
 from kvcore_transformers.hf_cache import KVCoreCache
 from kvcore_transformers.requests import AskedEvent, DoneEvent, FailedEvent, ReceivedEvent
 
 LENGTHS = (1, 15, 17, 33, 64)
-
-
-def poison(cache):
-    """Fill every free unit of every range with NaN."""
-    for prefix, layout in cache.layouts.items():
-        for item in layout.ranges:
-            cache.store.pools[prefix].fill(cache.manager.free_units(prefix, item.name), 0xFF)
 
 
 def serve(engine, requests):

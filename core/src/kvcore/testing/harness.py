@@ -243,6 +243,14 @@ def make_rows(group: LayerGroup, tokens: int, generator: torch.Generator) -> dic
     return rows
 
 
+def poison(cache: KVCache, byte: int = POISON) -> None:
+    """Fill every unit that nobody holds, of every range of a cache: what is read unwritten, or left behind, shows."""
+    for group, layout in cache.layouts.items():
+        pool = cache.store.pools[group]
+        for item in layout.ranges:
+            pool.fill(cache.manager.free_units(group, item.name), byte, pool.components_of(item.name))
+
+
 def pull(source: KVCache, target: KVCache, request: str, tokens: int) -> ReceiveDone:
     """Move a request from one cache to another as a prefill and a decode process would, in two chunks."""
     sender, receiver = source.serve(), None

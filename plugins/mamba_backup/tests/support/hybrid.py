@@ -22,7 +22,7 @@ from kvcore.plugins import load_plugins
 from kvcore.registry import Registry
 from kvcore.spec import LayerGroup, ModelSpec, StatePart, StateSpec, TensorSpec
 from kvcore.step import Step
-from kvcore.testing.harness import Subject
+from kvcore.testing.harness import Subject, poison
 from kvcore.testing.memory import Map
 
 PAGE, WINDOW, TAPS = 4, 8, 3
@@ -171,10 +171,7 @@ class Work:
 
     def poison(self) -> None:
         """Fill every unit that nobody owns."""
-        for group, layout in self.cache.layouts.items():
-            pool = self.cache.store.pools[group]
-            for item in layout.ranges:
-                pool.fill(self.cache.manager.free_units(group, item.name), 0xFF, pool.components_of(item.name))
+        poison(self.cache)
 
     def free(self) -> dict[str, int]:
         """Units that may be handed out, by group."""

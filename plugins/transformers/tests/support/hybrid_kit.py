@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from kvcore.testing.harness import poison
 from kvcore_transformers.engine import Engine
 from kvcore_transformers.requests import AskedEvent, DoneEvent, FailedEvent, ReceivedEvent
 from kvcore_transformers.state_batch import StateBatch
@@ -15,14 +16,6 @@ PLUGINS = ("mamba_backup",)
 
 OPTIONS = {"plugins": PLUGINS, "page_size": 4, "max_requests": 4, "max_tokens": 64, "memory": "1MiB"}
 MEMORY = 1 << 20
-
-
-def poison(cache):
-    """Fill every free unit of every range with NaN: a stale read shows."""
-    for prefix, layout in cache.layouts.items():
-        for item in layout.ranges:
-            pool = cache.store.pools[prefix]
-            pool.fill(cache.manager.free_units(prefix, item.name), 0xFF, pool.components_of(item.name))
 
 
 def memory_for(make_cache, model, pages, **options):
