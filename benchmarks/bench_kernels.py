@@ -13,13 +13,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.timing import Figure, figure, speed_ratio
 from kvcore.builtin.formats import PLAIN_FORMATS
-from kvcore.builtin.kernels_torch import TORCH_KERNELS
-from kvcore.builtin.pools import MemfdPool
+from kvcore.builtin.kernels.tuned import TORCH_KERNELS
+from kvcore.builtin.pools.memfd import MemfdPool
 from kvcore.contract import DONE, FULL, OPS, AttendParams, Fence, Format, Kernel, PoolView, Support
 from kvcore.layout import Layout
+from kvcore.memory.store import Store
+from kvcore.requests.stepplan import RangePlan, StepPlan, StepRow
 from kvcore.spec import LayerGroup, ModelSpec, Shard, TensorSpec
-from kvcore.stepplan import RangePlan, StepPlan, StepRow
-from kvcore.store import Store
 
 PAGE, KV_HEADS, GROUP, DIM = 16, 8, 4, 128
 ROWS, CONTEXT = 8, 1024

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.timing import Figure, figure, seconds, speed_ratio
-from kvcore.builtin.pools import MemfdPool
+from kvcore.builtin.pools.memfd import MemfdPool
 from kvcore.layout import ArenaOrder, Axis, Field, Layout, SpaceSpec, UnitRange, region
-from kvcore.moves import Program, run_program
+from kvcore.layout.moves import Program, run_program
 
 HEADS, DIM, PAGE, LAYERS = 8, 128, 16, 16
 ARENA_BYTES, MOVED_BYTES, UNITS = 256 << 20, 32 << 20, 256

@@ -16,17 +16,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.timing import Figure, figure, speed_ratio
-from kvcore.builtin.kernels_torch import TORCH_KERNELS as ANY_FORMAT
-from kvcore.builtin.pools import MemfdPool
+from kvcore.builtin.kernels.tuned import TORCH_KERNELS as ANY_FORMAT
+from kvcore.builtin.pools.memfd import MemfdPool
 from kvcore.contract import AttendParams, Kernel
+from kvcore.memory.store import Store
+from kvcore.requests.stepplan import RangePlan, StepPlan, StepRow
 from kvcore.spec import LayerGroup, ModelSpec, Shard, TensorSpec
-from kvcore.stepplan import RangePlan, StepPlan, StepRow
-from kvcore.store import Store
+from kvcore_mxfp8.cpu.fast import PIECE, Dequantiser, Quantiser
+from kvcore_mxfp8.cpu.kernels_numba import NUMBA_KERNELS
+from kvcore_mxfp8.cpu.kernels_torch import TORCH_KERNELS
 from kvcore_mxfp8.elements import BLOCK, E4M3
-from kvcore_mxfp8.fast import PIECE, Dequantiser, Quantiser
 from kvcore_mxfp8.format import Mxfp8
-from kvcore_mxfp8.kernels_numba import NUMBA_KERNELS
-from kvcore_mxfp8.kernels_torch import TORCH_KERNELS
 from kvcore_mxfp8.regions import ScaleLayout
 
 PAGE, HEADS, GROUP, DIM = 128, 8, 4, 128
@@ -83,7 +83,7 @@ def _by_numba(
     rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, back: torch.Tensor
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """The kernels on a pool of one row a unit, so that rows, codes and scales are read and written in order."""
-    from kvcore_mxfp8.numba_kernels import load_rows, store_rows
+    from kvcore_mxfp8.cpu.numba_kernels import load_rows, store_rows
 
     count, step, none = len(rows), 2 * DIM, np.zeros((2, 1), np.int64)
     slots = torch.arange(count)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.timing import Figure, figure, speed_ratio
-from kvcore.cache import KVCache
 from kvcore.config import load_config
+from kvcore.engine.cache import KVCache
 from kvcore.plugins import load_plugins
 from kvcore.spec import LayerGroup, ModelSpec, TensorSpec
 

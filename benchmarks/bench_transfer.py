@@ -16,12 +16,12 @@ import numpy as np
 
 from benchmarks.timing import Figure, figure, speed_ratio
 from kvcore.builtin.formats import PLAIN_FORMATS
-from kvcore.builtin.pools import POOL_BUILDERS
+from kvcore.builtin.pools.memfd import POOL_BUILDERS
 from kvcore.contract import ReadJob
 from kvcore.layout import Layout
-from kvcore.moves import Program
+from kvcore.layout.moves import Program
 from kvcore.spec import LayerGroup, Shard, TensorSpec
-from kvcore.transfer.shm import ShmTransport
+from kvcore.transfer.shm.transport import ShmTransport
 
 PAGE_BYTES, UNITS = 64 << 10, 2049
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvcore.cache import KVCache
 from kvcore.config import load_config
 from kvcore.contract import AttendParams
+from kvcore.engine.cache import KVCache
+from kvcore.engine.peers import ReceiveDone, ReceiveFailed, SendDone, SendFailed
 from kvcore.errors import UnsupportedError
-from kvcore.peers import ReceiveDone, ReceiveFailed, SendDone, SendFailed
 from kvcore.plugins import load_plugins
 from kvcore.spec import LayerGroup, ModelSpec, TensorSpec
 

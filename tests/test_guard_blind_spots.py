@@ -12,8 +12,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from kvcore.peers import ReceiveDone, ReceiveFailed
-from kvcore_transformers.requests import GenerationRequest, PrefilledEvent
+from kvcore.engine.peers import ReceiveDone, ReceiveFailed
+from kvcore_transformers.serving.requests import GenerationRequest, PrefilledEvent
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import transformers
 
 from kvcore_transformers.guard import task
 from kvcore_transformers.guard.model import LAYERS, WINDOW, make_config, weights_directory
-from kvcore_transformers.loading import load_model
+from kvcore_transformers.models.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "plugins" / "transformers" / "scripts" / "train_guard.py"

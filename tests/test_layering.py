@@ -16,37 +16,39 @@ CORE = ROOT / "core" / "src" / "kvcore"
 
 # A module of core imports only from those before it. A new module gets its place here.
 ORDER = """
-    errors dtypes fields regions layout matching strides moving moves spec config
+    errors
+    layout.dtypes layout.fields layout.regions layout.layout layout layout.strides
+    layout.moves.matching layout.moves.applying layout.moves.programs layout.moves
+    spec config
     contract.base contract.formats contract.spaces contract.pools contract.kernels contract.models contract.backups
-    contract.transports contract.commands contract hookspecs
-    allocator index_spaces stepplan requests ranges
-    counts transfer transfer.payload unit_lists holds checkpoints rules steps integrity manager
-    transfer.control transfer.session transfer.manifest transfer.sources transfer.plan transfer.checksums transfer.copier
-    transfer.staging transfer.flat_batches transfer.flat_reads
-    transfer.windows transfer.memfd transfer.stage_wire transfer.stage_server transfer.stage_channel
-    transfer.stage_reader transfer.shm_server transfer.shm
-    transfer.outgoing transfer.waiting transfer.sender transfer.incoming transfer.receiver transfer.joined transfer.loop transfer.endpoint
-    tensors uploads constants states pool batch dispatch opchecks paged_attention store
-    backup_fit backup sizing registry fitting plugins handover peers step cache
+    contract.transports contract.commands contract
+    plugins.hookspecs plugins.registry plugins.loader plugins plugins.dispatch
+    requests requests.allocator requests.spaces requests.stepplan requests.table requests.ranges requests.counts
+    requests.payload requests.unit_lists requests.holds requests.checkpoints requests.rules requests.steps
+    requests.integrity requests.manager
+    memory memory.tensors memory.uploads memory.constants memory.states memory.pool memory.batch memory.opchecks
+    memory.paged_attention memory.store
+    transfer transfer.copier
+    transfer.messages transfer.messages.control transfer.messages.manifest
+    transfer.session transfer.session.base transfer.session.sources transfer.session.plan transfer.session.checksums
+    transfer.session.outgoing transfer.session.waiting transfer.session.sender transfer.session.incoming
+    transfer.session.receiver transfer.session.joined
+    transfer.wire transfer.wire.loop transfer.wire.endpoint
+    transfer.flat transfer.flat.staging transfer.flat.batches transfer.flat.reads
+    transfer.shm transfer.shm.windows transfer.shm.memfd transfer.shm.stage_wire transfer.shm.stage_server
+    transfer.shm.stage_channel transfer.shm.stage_reader transfer.shm.server transfer.shm.transport
+    retraction retraction.saved retraction.fit retraction.retractor
+    engine engine.sizing engine.fitting engine.handover engine.peers engine.step engine.cache
 """.split()  # noqa: SIM905 - a line a layer
 
 # The only ones that may load torch when they are imported.
 TENSORS = [
-    "tensors",
-    "uploads",
-    "constants",
-    "states",
-    "pool",
-    "batch",
-    "dispatch",
-    "opchecks",
-    "paged_attention",
-    "store",
-    "handover",
-    "peers",
-    "backup",
-    "step",
-    "cache",
+    *(name for name in ORDER if name.startswith("memory.")),
+    "retraction.retractor",
+    "engine.handover",
+    "engine.peers",
+    "engine.step",
+    "engine.cache",
 ]
 
 # Faults of other systems came from these: code run by unpickling, segments unlinked by another process's tracker.
@@ -80,7 +82,7 @@ PLUGINS = {path.parent: tomllib.loads(path.read_text()) for path in sorted(ROOT.
 
 
 def layer(module: str) -> str:
-    """``kvcore.transfer.shm`` → ``transfer.shm``."""
+    """``kvcore.transfer.shm.transport`` → ``transfer.shm``."""
     return module.removeprefix("kvcore.")
 
 
@@ -92,15 +94,15 @@ def core_imports(module: str) -> set[str]:
 
 def test_imports_are_seen_wherever_they_are() -> None:
     source = (
-        "import a.b\nfrom kvcore import pool\nfrom kvcore.layout import Layout\n"
-        "def f():\n    from kvcore.store import Store\n"
+        "import a.b\nfrom kvcore.memory import pool\nfrom kvcore.layout import Layout\n"
+        "def f():\n    from kvcore.memory.store import Store\n"
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"
     )
-    assert set(imports_of(source, {"kvcore.pool"})) == {
+    assert set(imports_of(source, {"kvcore.memory.pool"})) == {
         ("a.b", ""),
-        ("kvcore.pool", ""),
+        ("kvcore.memory.pool", ""),
         ("kvcore.layout", "Layout"),
-        ("kvcore.store", "Store"),
+        ("kvcore.memory.store", "Store"),
         ("typing", "TYPE_CHECKING"),
         ("torch", ""),
     }
@@ -118,6 +120,18 @@ def test_every_module_of_core_has_its_place() -> None:
 def test_imports_go_down(module: str) -> None:
     below = {f"kvcore.{name}" for name in ORDER[: ORDER.index(module)]}
     assert core_imports(f"kvcore.{module}") <= below
+
+
+def test_a_folder_is_seen_at_a_glance() -> None:
+    """At most 15 modules besides the one that says what the folder is."""
+    for folder in {path.parent for path in CORE_MODULES.values()}:
+        names = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(names) <= 15, folder
+
+
+def test_a_folder_of_core_says_what_it_is() -> None:
+    for folder in {path.parent for path in CORE_MODULES.values()}:
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
 
 
 def test_core_never_imports_its_own_plugin_or_the_command_line() -> None:
@@ -173,7 +187,7 @@ def test_nothing_unpickles_or_uses_tracked_shared_memory() -> None:
 
 def test_only_modules_about_tensors_load_torch() -> None:
     torch_free = [f"kvcore.{name}" for name in ORDER if name not in TENSORS]
-    torch_free += ["kvcore.builtin", "kvcore.builtin.commands", "kvcore.builtin.formats", "kvcore.cli.main"]
+    torch_free += ["kvcore.builtin", "kvcore.builtin.commands.explain", "kvcore.builtin.formats", "kvcore.cli.main"]
     code = (
         "import importlib, sys\n"
         "for name in sys.argv[1:]:\n"

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from kvcore import contract, hookspecs
-from kvcore.plugins import PROVIDED_KINDS
-from kvcore.registry import KINDS
+from kvcore import contract
+from kvcore.plugins import hookspecs
+from kvcore.plugins.loader import PROVIDED_KINDS
+from kvcore.plugins.registry import KINDS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text()
 
 USE = """
 import torch
-from kvcore.cache import KVCache
+from kvcore.engine.cache import KVCache
 from kvcore.config import load_config
 from kvcore.plugins import load_plugins, resolve_plugins
 from kvcore.spec import LayerGroup, ModelSpec, TensorSpec

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvcore.requests.payload import Payload
 from kvcore.spec import Ranks
-from kvcore.transfer import control
-from kvcore.transfer.manifest import Manifest
-from kvcore.transfer.payload import Payload
+from kvcore.transfer.messages import control
+from kvcore.transfer.messages.manifest import Manifest
 
 PAGE = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text()
 MESSAGES = {cls.__struct_config__.tag: cls for cls in typing.get_args(control.AnyMessage)}

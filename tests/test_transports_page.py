@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcore.builtin.pools import MemfdPool
+from kvcore.builtin.pools.memfd import MemfdPool
 from kvcore.contract import ReadJob
 from kvcore.errors import TransferError
 from kvcore.layout import Axis, Field, Layout, SpaceSpec, UnitRange, region
-from kvcore.moves import Program
+from kvcore.layout.moves import Program
 
 PAGE = (Path(__file__).parents[1] / "docs" / "transports.md").read_text()
 EXAMPLE = next(
@@ -26,7 +26,7 @@ EXAMPLE = next(
 CHILD = """
 import sys
 import numpy as np
-from kvcore.builtin.pools import MemfdPool
+from kvcore.builtin.pools.memfd import MemfdPool
 
 arena = MemfdPool().allocate(int(sys.argv[1]), "cpu")
 arena.array()[:] = np.arange(arena.nbytes) % 251

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvcore.cli.main import main
 from kvcore.config import Config, load_config, parse_bool, parse_bytes, parse_settings
 from kvcore.errors import ConfigError
-from kvcore.transfer.session import TransferOptions
+from kvcore.transfer.session.base import TransferOptions
 
 
 def written(tmp_path: Path, text: str) -> Path:

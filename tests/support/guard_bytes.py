@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvcore.cache import KVCache
+from kvcore.engine.cache import KVCache
 
 Key = tuple[str, int, str, str, int]
 """Component, layer, region, field, logical unit."""

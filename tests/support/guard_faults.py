@@ -17,10 +17,10 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.cache import KVCache
 from kvcore.contract import ReadJob
-from kvcore.transfer import incoming
-from kvcore.transfer.payload import Payload
+from kvcore.engine.cache import KVCache
+from kvcore.requests.payload import Payload
+from kvcore.transfer.session.base import incoming
 
 Ids = npt.NDArray[np.int64]
 Way = Literal["transfer", "retraction"]
@@ -152,7 +152,7 @@ def reads_broken(fault: Fault, sending: KVCache) -> Iterator[None]:
                     ]
         return dataclasses.replace(pull, jobs=tuple(jobs))
 
-    with patch("kvcore.transfer.receiver.pull_of", faulty):
+    with patch("kvcore.transfer.session.receiver.pull_of", faulty):
         yield
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from functools import cache as once
 from typing import Any
 
-from kvcore.cache import KVCache
 from kvcore.config import Config
+from kvcore.engine.cache import KVCache
 from kvcore.testing.harness import poison
-from kvcore_transformers.engine import Engine
 from kvcore_transformers.guard import task
 from kvcore_transformers.guard.model import weights_directory
-from kvcore_transformers.loading import cache_for, load_model
-from kvcore_transformers.requests import AskedEvent, DoneEvent, FailedEvent, GenerationRequest, ReceivedEvent
+from kvcore_transformers.models.loading import cache_for, load_model
+from kvcore_transformers.serving.engine import Engine
+from kvcore_transformers.serving.requests import AskedEvent, DoneEvent, FailedEvent, GenerationRequest, ReceivedEvent
 
 PAGE = 8
 CHUNK = 64

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcore.backup import RetractionHandle
-from kvcore.builtin.host_pool import HostPoolBackup
-from kvcore.builtin.host_tensor import HostTensorBackup
-from kvcore.cache import KVCache
+from kvcore.builtin.backups.host_pool import HostPoolBackup
+from kvcore.builtin.backups.host_tensor import HostTensorBackup
 from kvcore.config import load_config
 from kvcore.contract import DONE, Backup, Fence, UnitBlock
+from kvcore.engine.cache import KVCache
 from kvcore.plugins import Registry, load_plugins
+from kvcore.retraction.retractor import RetractionHandle
 from kvcore.spec import LayerGroup, ModelSpec, TensorSpec
 from kvcore.transfer.copier import Copier, Task
 

@@ -12,9 +12,9 @@ import numpy as np
 from kvcore.contract import FULL, Arena, ReadHandle, ReadJob, Support, Transport, TransportTraits
 from kvcore.errors import PeerLostError, TransferError
 from kvcore.layout import Layout
-from kvcore.moves import Descriptors, Program
+from kvcore.layout.moves import Descriptors, Program
 from kvcore.transfer.copier import Copier, InlineCopier
-from kvcore.transfer.flat_reads import FlatConnection, FlatReader
+from kvcore.transfer.flat.reads import FlatConnection, FlatReader
 
 TRAITS = TransportTraits(executes_programs=False, min_run_bytes=4096, descriptor_cost_us=1.0)
 _numbers = itertools.count()

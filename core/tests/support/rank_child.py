@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcore.spec import LayerGroup, ModelSpec, TensorSpec
-from kvcore.testing.rank_child import RowsRank, main
+from kvcore.testing.ranks.child import RowsRank, main
 
 TENSORS = (TensorSpec("k", 2, 8), TensorSpec("v", 2, 8))
 LATENT = (TensorSpec("latent", 1, 8, sharded=False), TensorSpec("rope", 1, 4, sharded=False))

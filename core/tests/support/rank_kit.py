@@ -15,14 +15,14 @@ import numpy as np
 from kvcore.contract import PeerConnection, ReadHandle, ReadJob
 from kvcore.errors import PeerLostError, TransferError
 from kvcore.layout import Axis, Field, Layout, SpaceSpec, UnitRange, region
-from kvcore.moves import run_program
+from kvcore.layout.moves import run_program
+from kvcore.requests.payload import Payload
 from kvcore.spec import Ranks
-from kvcore.transfer import control
-from kvcore.transfer.joined import JoinedReceiver, name
-from kvcore.transfer.manifest import Manifest
-from kvcore.transfer.payload import Payload
-from kvcore.transfer.sender import SenderSession
-from kvcore.transfer.session import TransferOptions
+from kvcore.transfer.messages import control
+from kvcore.transfer.messages.manifest import Manifest
+from kvcore.transfer.session.base import TransferOptions
+from kvcore.transfer.session.joined import JoinedReceiver, name
+from kvcore.transfer.session.sender import SenderSession
 
 PAGE, DIM = 4, 8
 UNITS = 24

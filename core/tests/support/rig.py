@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from kvcore.builtin.formats import PLAIN_FORMATS
-from kvcore.builtin.kernels_reference import REFERENCE_KERNELS
-from kvcore.builtin.kernels_torch import TORCH_KERNELS
-from kvcore.builtin.pools import MemfdArena, MemfdPool
+from kvcore.builtin.kernels.reference import REFERENCE_KERNELS
+from kvcore.builtin.kernels.tuned import TORCH_KERNELS
+from kvcore.builtin.pools.memfd import MemfdArena, MemfdPool
 from kvcore.contract import AttendParams
+from kvcore.memory.store import Store
+from kvcore.requests.stepplan import RangePlan, StepPlan, StepRow
 from kvcore.spec import LayerGroup, ModelSpec, Shard, TensorSpec
-from kvcore.stepplan import RangePlan, StepPlan, StepRow
-from kvcore.store import Store
 
 ITEM = {"fp32": 4, "fp16": 2, "bf16": 2}
 KERNELS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcore.transfer.shm import ShmTransport
+from kvcore.transfer.shm.transport import ShmTransport
 
 spec = importlib.util.spec_from_file_location("fake_device", Path(__file__).with_name("fake_device.py"))
 assert spec is not None

@@ -10,14 +10,14 @@ from functools import cache
 
 import torch
 
-from kvcore.cache import KVCache
 from kvcore.config import load_config
 from kvcore.contract import FULL, StateComponent, Support
+from kvcore.engine.cache import KVCache
+from kvcore.engine.step import Step
 from kvcore.layout import ArenaOrder, Axis, Field, Layout, SpaceSpec, UnitRange, region
 from kvcore.plugins import load_plugins
-from kvcore.registry import Registry as Plugins
+from kvcore.plugins.registry import Registry as Plugins
 from kvcore.spec import LayerGroup, ModelSpec, Shard, StateSpec, TensorSpec
-from kvcore.step import Step
 from kvcore.testing.harness import Subject, poison
 
 PAGE = 4

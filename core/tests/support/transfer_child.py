@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from kvcore.transfer.endpoint import SenderEndpoint
-from kvcore.transfer.session import TransferOptions
-from kvcore.transfer.shm import ShmTransport
+from kvcore.transfer.session.base import TransferOptions
+from kvcore.transfer.shm.transport import ShmTransport
+from kvcore.transfer.wire.endpoint import SenderEndpoint
 
 
 def _kit() -> Any:

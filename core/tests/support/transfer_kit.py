@@ -15,12 +15,12 @@ import numpy as np
 from kvcore.contract import Arena, PeerConnection, ReadHandle, ReadJob
 from kvcore.errors import PeerLostError, ProtocolError, TransferError, UnsupportedError
 from kvcore.layout import Axis, Field, Layout, SpaceSpec, UnitRange, region
-from kvcore.transfer import control
-from kvcore.transfer.joined import JoinedReceiver, name
-from kvcore.transfer.manifest import Manifest
-from kvcore.transfer.payload import Payload
-from kvcore.transfer.sender import SenderSession
-from kvcore.transfer.session import TransferOptions
+from kvcore.requests.payload import Payload
+from kvcore.transfer.messages import control
+from kvcore.transfer.messages.manifest import Manifest
+from kvcore.transfer.session.base import TransferOptions
+from kvcore.transfer.session.joined import JoinedReceiver, name
+from kvcore.transfer.session.sender import SenderSession
 
 PAGE = 4
 SENDER = name(0)

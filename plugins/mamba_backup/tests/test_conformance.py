@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from kvcore.plugins import load_plugins
-from kvcore.registry import Registry
+from kvcore.plugins.registry import Registry
 from kvcore.spec import LayerGroup, StatePart, StateSpec
 from kvcore.testing import STATE_GROUPS, StateComponentSuite
 from kvcore_mamba_backup.components import RecurrentState, ShortConv

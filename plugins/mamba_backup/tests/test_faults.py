@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-import kvcore.pool
-from kvcore.builtin.host_tensor import HostTensorBackup
-from kvcore.cache import KVCache
+import kvcore.memory.pool
+from kvcore.builtin.backups.host_tensor import HostTensorBackup
 from kvcore.config import load_config
 from kvcore.contract import FULL, Fence, Support, UnitBlock, unsupported
+from kvcore.engine.cache import KVCache
 from kvcore.errors import BackupError, CapacityError, UnsupportedError
 from kvcore.layout import Layout
 from kvcore.plugins import load_plugins
@@ -114,7 +114,7 @@ class Counted:
         self.out: list[tuple[tuple[str, ...], int]] = []
         self.into: list[tuple[tuple[str, ...], int]] = []
         self.broken: str = ""
-        block = kvcore.pool._PoolBlock
+        block = kvcore.memory.pool._PoolBlock
         for way, seen in (("copy_out", self.out), ("copy_in", self.into)):
             monkeypatch.setattr(block, way, self._wrapped(getattr(block, way), seen))
 

@@ -7,9 +7,9 @@ import struct
 import pytest
 import torch
 
-from kvcore.cache import KVCache
 from kvcore.config import load_config
 from kvcore.contract import StateComponent
+from kvcore.engine.cache import KVCache
 from kvcore.errors import ConfigError, KVCoreError, LayoutError, UnsupportedError
 from kvcore.layout import Layout
 from kvcore.plugins import load_plugins

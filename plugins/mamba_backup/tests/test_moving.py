@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvcore.builtin.host_pool import HostPoolBackup
+from kvcore.builtin.backups.host_pool import HostPoolBackup
+from kvcore.engine.peers import ReceiveDone, ReceiveFailed, SendDone
 from kvcore.errors import BackupError, CapacityError, HandshakeError, KVCoreError
-from kvcore.peers import ReceiveDone, ReceiveFailed, SendDone
 from kvcore.spec import ModelSpec
 from kvcore.transfer.copier import Copier, Task
 from kvcore_mamba_backup.components import RecurrentState

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcore.contract import StateComponent
-from kvcore.moves import run_program
+from kvcore.layout.moves import run_program
 from kvcore.spec import LayerGroup, Ranks, Shard, StatePart, StateSpec
 from kvcore.testing.memory import POISON, Map, element_bytes
-from kvcore.transfer.manifest import Manifest
-from kvcore.transfer.plan import plan_peers
+from kvcore.transfer.messages.manifest import Manifest
+from kvcore.transfer.session.plan import plan_peers
 from kvcore_mamba_backup.components import RecurrentState, ShortConv
 
 UNITS = 4

@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
-from kvcore.builtin.cuda_pools import CudaPool
-from kvcore.builtin.kernels_reference import REFERENCE_KERNELS
-from kvcore.builtin.pools import MemfdPool
+from kvcore.builtin.kernels.reference import REFERENCE_KERNELS
+from kvcore.builtin.pools.cuda import CudaPool
+from kvcore.builtin.pools.memfd import MemfdPool
 from kvcore.contract import AttendParams, BatchPlan, Format
-from kvcore.pool import Pool
+from kvcore.memory.pool import Pool
 from kvcore.spec import LayerGroup, Shard, TensorSpec
 from kvcore_mxfp8.format import Mxfp8, Mxfp8E5m2
 from kvcore_mxfp8.regions import ScaleLayout
-from kvcore_mxfp8.triton_attend import TRITON_KERNELS
+from kvcore_mxfp8.triton.attend import TRITON_KERNELS
 
 SCALES: tuple[ScaleLayout, ...] = ("flat", "interleaved")
 GOALS = {"store": 0.85, "decode": 0.75}

@@ -52,7 +52,7 @@ def compiled() -> ModuleType:
 def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if Numba were not installed: what it would serve is served by torch."""
     refused = unsupported("left out by a test")
-    monkeypatch.setattr("kvcore_mxfp8.kernels_numba.device_support", lambda device: refused)
+    monkeypatch.setattr("kvcore_mxfp8.cpu.kernels_numba.device_support", lambda device: refused)
 
 
 @pytest.fixture(params=["torch", "numba"])

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from kvcore.cache import KVCache
 from kvcore.config import Config
-from kvcore_transformers.accuracy_report import Accuracy, Sums, compare, read_texts, shipped_texts
-from kvcore_transformers.loading import cache_for, load_model, load_tokenizer
-from kvcore_transformers.weights import ensure_model
+from kvcore.engine.cache import KVCache
+from kvcore_transformers.commands.accuracy_report import Accuracy, Sums, compare, read_texts, shipped_texts
+from kvcore_transformers.models.loading import cache_for, load_model, load_tokenizer
+from kvcore_transformers.models.weights import ensure_model
 
 TOKENS = 45
 NO_SCALE = 127  # the byte that means 1.0

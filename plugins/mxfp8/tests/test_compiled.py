@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from kvcore.errors import IntegrityError, LayoutError
-from kvcore.tensors import torch_dtype
+from kvcore.memory.tensors import torch_dtype
+from kvcore_mxfp8.cpu.numba_support import device_support
 from kvcore_mxfp8.elements import E4M3, E5M2, ELEMENTS, Element
 from kvcore_mxfp8.format import Mxfp8, Mxfp8E5m2
-from kvcore_mxfp8.numba_support import device_support
 from kvcore_mxfp8.reference import dequantise, quantise
 
 ELEMENT = pytest.mark.parametrize("element", [E4M3, E5M2], ids=list(ELEMENTS))
@@ -59,7 +59,7 @@ def test_a_numba_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_without_numba_torch_serves(rig: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """An optional dependency that is missing must not break what does not need it; the reason is shown."""
-    for name in [n for n in sys.modules if n.startswith("kvcore_mxfp8.numba_") or n.split(".")[0] == "numba"]:
+    for name in [n for n in sys.modules if n.startswith("kvcore_mxfp8.cpu.numba_") or n.split(".")[0] == "numba"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "numba", None)
     item = rig.group()
@@ -74,7 +74,7 @@ def test_without_numba_torch_serves(rig: ModuleType, monkeypatch: pytest.MonkeyP
 def test_where_no_cache_can_be_written_it_compiles_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba raises when it finds no directory for its cache: then nothing is kept, and nothing else changes."""
     pytest.importorskip("numba")
-    from kvcore_mxfp8 import numba_kernels
+    from kvcore_mxfp8.cpu import numba_kernels
 
     asked = []
 
@@ -94,7 +94,7 @@ def test_where_no_cache_can_be_written_it_compiles_all_the_same(monkeypatch: pyt
 
 def test_what_is_kept_on_disk_is_of_these_sources(compiled: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba looks for changes in the file of a kernel alone: code compiled from other lanes must not be found."""
-    from kvcore_mxfp8 import numba_kernels
+    from kvcore_mxfp8.cpu import numba_kernels
 
     def kernel() -> int:
         return 0
@@ -226,7 +226,7 @@ def test_slots_outside_of_the_pool_are_refused(rig: ModuleType) -> None:
 
 def test_units_far_away(compiled: ModuleType) -> None:
     """K1: a slot times the bytes of a unit exceeds 32 bits in a large pool. Only the pages touched take memory."""
-    from kvcore_mxfp8.numba_kernels import load_rows, store_rows
+    from kvcore_mxfp8.cpu.numba_kernels import load_rows, store_rows
 
     unit, dim, far = 1 << 20, 32, 4500
     file = os.memfd_create("far")

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from kvcore.plugins import load_plugins
-from kvcore.registry import Registry
+from kvcore.plugins.registry import Registry
 from kvcore.spec import LayerGroup, TensorSpec
 from kvcore.testing import FormatSuite
 from kvcore_mxfp8.format import Mxfp8E5m2

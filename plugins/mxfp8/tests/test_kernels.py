@@ -222,7 +222,7 @@ def test_rare_blocks_among_ordinary_ones(rig: ModuleType) -> None:
 @pytest.mark.usefixtures("without_numba")
 def test_pieces_do_not_show(rig: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch: the same bytes and values when a call is cut into many pieces."""
-    from kvcore_mxfp8 import fast, pages
+    from kvcore_mxfp8.cpu import fast, pages
 
     item = rig.group()
     found = []
@@ -299,7 +299,7 @@ def test_memory_that_is_kept_serves_with_and_without_inference_mode(rig: ModuleT
 
 def test_heads_are_rows_where_strides_allow_it(rig: ModuleType) -> None:
     """Torch: both ways of addressing are in use above: of heads of 80 in units that 80 does not divide, and of 64."""
-    from kvcore_mxfp8.pages import StoredTensor
+    from kvcore_mxfp8.cpu.pages import StoredTensor
 
     for order in ("head_major", "token_major"):
         with rig.cache(Mxfp8(order=order), rig.group((80, 64))) as cache:  # type: ignore[arg-type]

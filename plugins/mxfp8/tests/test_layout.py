@@ -12,7 +12,7 @@ import pytest
 
 from kvcore.errors import ConfigError, LayoutError, UnsupportedError
 from kvcore.layout import Layout
-from kvcore.moves import Program, run_program
+from kvcore.layout.moves import Program, run_program
 from kvcore.spec import LayerGroup, Shard, TensorSpec
 from kvcore_mxfp8.format import Mxfp8, Mxfp8E5m2
 

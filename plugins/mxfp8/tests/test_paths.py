@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcore.cache import KVCache
 from kvcore.config import load_config
+from kvcore.engine.cache import KVCache
 from kvcore.errors import ConfigError, HandshakeError
 from kvcore.plugins import load_plugins
 from kvcore.spec import LayerGroup, ModelSpec

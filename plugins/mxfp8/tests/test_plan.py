@@ -7,10 +7,10 @@ import json
 import pytest
 import transformers
 
-from kvcore.cache import KVCache
 from kvcore.config import Config, load_config
+from kvcore.engine.cache import KVCache
 from kvcore.plugins import load_plugins, resolve_plugins
-from kvcore_transformers.adapters import LlamaAdapter
+from kvcore_transformers.models.adapters import LlamaAdapter
 
 # As published.
 SMOLLM2_135M = {

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvcore.config import Config
-from kvcore_transformers.attention import ATTENTION, PagedBatch
-from kvcore_transformers.loading import cache_for
-from kvcore_transformers.steady import steady_rows
-from kvcore_transformers.weights import ensure_model
+from kvcore_transformers.modeling.attention import ATTENTION, PagedBatch
+from kvcore_transformers.modeling.steady import steady_rows
+from kvcore_transformers.models.loading import cache_for
+from kvcore_transformers.models.weights import ensure_model
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 128, 130, 40)
 NEW = 24

@@ -52,8 +52,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from kvcore_mxfp8 import triton_attend, triton_kernels
-    from kvcore_mxfp8.triton_support import Chip
+    from kvcore_mxfp8.triton import attend as triton_attend
+    from kvcore_mxfp8.triton import kernels as triton_kernels
+    from kvcore_mxfp8.triton.support import Chip
 
     found: list[tuple[str, tuple[int, ...], Any]] = []
     launch = JITFunction.run

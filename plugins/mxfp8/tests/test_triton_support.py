@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.dispatch import choose_kernels
 from kvcore.plugins import load_plugins
+from kvcore.plugins.dispatch import choose_kernels
 from kvcore.spec import LayerGroup, Shard, TensorSpec
 from kvcore_mxfp8.format import Mxfp8
 from kvcore_mxfp8.geometry import MAX_UNIT_BYTES
-from kvcore_mxfp8.triton_attend import TRITON_KERNELS, decode_tiles, most_split_rows, prefill_tiles, split_count
-from kvcore_mxfp8.triton_support import Chip, chip_of, device_support
+from kvcore_mxfp8.triton.attend import TRITON_KERNELS, decode_tiles, most_split_rows, prefill_tiles, split_count
+from kvcore_mxfp8.triton.support import Chip, chip_of, device_support
 
 GROUP = LayerGroup("full", (0,), (TensorSpec("k", 2, 64), TensorSpec("v", 2, 64)), num_query_heads=4)
 
@@ -87,7 +87,7 @@ def test_groups_that_attention_does_not_serve(gpu: Any) -> None:
 
 def test_everything_is_importable_without_triton() -> None:
     code = (
-        "import sys; sys.modules['triton'] = None; import kvcore_mxfp8.triton_attend as m; print(len(m.TRITON_KERNELS))"
+        "import sys; sys.modules['triton'] = None; import kvcore_mxfp8.triton.attend as m; print(len(m.TRITON_KERNELS))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "4\n"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvcore.tensors import torch_dtype
+from kvcore.memory.tensors import torch_dtype
+from kvcore_mxfp8.cpu.fast import Dequantiser, Quantiser
 from kvcore_mxfp8.elements import BLOCK, E4M3, E5M2, ELEMENTS, Element
-from kvcore_mxfp8.fast import Dequantiser, Quantiser
 from kvcore_mxfp8.format import Mxfp8, Mxfp8E5m2
 from kvcore_mxfp8.reference import dequantise, quantise
 

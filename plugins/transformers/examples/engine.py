@@ -3,9 +3,9 @@
 import torch
 import transformers
 
-from kvcore_transformers.engine import Engine
-from kvcore_transformers.loading import build_cache
-from kvcore_transformers.requests import GenerationRequest
+from kvcore_transformers.models.loading import build_cache
+from kvcore_transformers.serving.engine import Engine
+from kvcore_transformers.serving.requests import GenerationRequest
 
 torch.manual_seed(0)
 config = transformers.LlamaConfig(

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from kvcore_transformers.hf_cache import KVCoreCache
-from kvcore_transformers.loading import load_model
+from kvcore_transformers.modeling.hf_cache import KVCoreCache
+from kvcore_transformers.models.loading import load_model
 
 
 def random_model():

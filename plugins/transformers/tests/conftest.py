@@ -14,10 +14,10 @@ import pytest
 import torch
 import transformers
 
-from kvcore.cache import KVCache
 from kvcore.config import Config
-from kvcore_transformers.loading import cache_for
-from kvcore_transformers.requests import GenerationRequest
+from kvcore.engine.cache import KVCache
+from kvcore_transformers.models.loading import cache_for
+from kvcore_transformers.serving.requests import GenerationRequest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)

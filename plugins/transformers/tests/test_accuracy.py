@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from kvcore.cli.main import main
-from kvcore_transformers.accuracy_report import compare, read_texts, shipped_texts
-from kvcore_transformers.loading import load_tokenizer
-from kvcore_transformers.weights import ensure_model
+from kvcore_transformers.commands.accuracy_report import compare, read_texts, shipped_texts
+from kvcore_transformers.models.loading import load_tokenizer
+from kvcore_transformers.models.weights import ensure_model
 
 TOKENS = 53
 

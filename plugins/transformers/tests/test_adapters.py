@@ -8,7 +8,7 @@ import transformers
 
 from kvcore.config import Config
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore_transformers.adapters import (
+from kvcore_transformers.models.adapters import (
     GemmaAdapter,
     LlamaAdapter,
     MistralAdapter,
@@ -16,7 +16,7 @@ from kvcore_transformers.adapters import (
     enabled,
     layer_types,
 )
-from kvcore_transformers.loading import model_spec
+from kvcore_transformers.models.loading import model_spec
 
 
 @pytest.mark.parametrize(

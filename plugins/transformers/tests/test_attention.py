@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from kvcore.errors import RequestError, UnsupportedError
-from kvcore_transformers.attention import ATTENTION, PagedBatch, kvcore_paged
+from kvcore_transformers.modeling.attention import ATTENTION, PagedBatch, kvcore_paged
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 

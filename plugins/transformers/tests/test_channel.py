@@ -11,8 +11,18 @@ import msgspec
 import pytest
 
 from kvcore.errors import PeerLostError, ProtocolError
-from kvcore_transformers.channel import Abort, Channel, FromWorker, Happened, Ready, Start, Stop, Submit, ToWorker
-from kvcore_transformers.requests import DoneEvent, FailedEvent, GenerationRequest, TokenEvent
+from kvcore_transformers.serving.channel import (
+    Abort,
+    Channel,
+    FromWorker,
+    Happened,
+    Ready,
+    Start,
+    Stop,
+    Submit,
+    ToWorker,
+)
+from kvcore_transformers.serving.requests import DoneEvent, FailedEvent, GenerationRequest, TokenEvent
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from kvcore.errors import (
     RequestError,
     UnknownRequestError,
 )
-from kvcore_transformers.engine import Engine
-from kvcore_transformers.requests import DoneEvent, FailedEvent, GenerationRequest, State, TokenEvent
+from kvcore_transformers.serving.engine import Engine
+from kvcore_transformers.serving.requests import DoneEvent, FailedEvent, GenerationRequest, State, TokenEvent
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 64, 100)
 PAGE_BYTES = 3 * 2 * 2 * 16 * 16 * 4  # layers, k and v, heads, slots, dim, fp32
@@ -249,8 +249,8 @@ def test_abort_in_every_state(tiny_model, make_cache, make_requests, greedy, sta
 
 def test_a_failed_restore_is_recomputed(tiny_model, make_cache, make_requests, greedy, monkeypatch):
     """A backup that cannot give bytes back costs time, not the request."""
-    from kvcore.backup import Retractor
     from kvcore.errors import BackupError
+    from kvcore.retraction.retractor import Retractor
 
     def refuse(self, handle):
         raise BackupError("restoring a request failed; it is still saved", request=handle.request)

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from kvcore.errors import CapacityError, RequestError, UnsupportedError
-from kvcore_transformers.hf_cache import KVCoreCache
+from kvcore_transformers.modeling.hf_cache import KVCoreCache
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 import transformers
 
-from kvcore.cache import KVCache
 from kvcore.cli.main import main
 from kvcore.config import Config, load_config
+from kvcore.engine.cache import KVCache
 from kvcore.errors import CapacityError, ConfigError, UnsupportedError
 from kvcore.spec import Shard, StatePart
-from kvcore_transformers.adapters import GemmaAdapter, enabled
-from kvcore_transformers.hybrids import InklingAdapter, QwenNextAdapter
-from kvcore_transformers.loading import model_spec
+from kvcore_transformers.models.adapters import GemmaAdapter, enabled
+from kvcore_transformers.models.hybrids import InklingAdapter, QwenNextAdapter
+from kvcore_transformers.models.loading import model_spec
 
 NAMES = ("inkling", "inkling_unlike", "inkling_scaled", "qwen3_next")
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from kvcore.errors import UnsupportedError
-from kvcore_transformers.accuracy_report import compare
-from kvcore_transformers.attention import PagedBatch
-from kvcore_transformers.engine import Engine
+from kvcore_transformers.commands.accuracy_report import compare
+from kvcore_transformers.modeling.attention import PagedBatch
+from kvcore_transformers.serving.engine import Engine
 
 
 def test_who_shares_a_forward_pass(zoo, hybrid_kit, make_cache, make_requests, monkeypatch):

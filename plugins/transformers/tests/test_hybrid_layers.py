@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvcore.contract import DONE
-from kvcore_transformers.engine import Engine
-from kvcore_transformers.requests import GenerationRequest
-from kvcore_transformers.state_batch import StateBatch
+from kvcore_transformers.modeling.state_batch import StateBatch
+from kvcore_transformers.serving.engine import Engine
+from kvcore_transformers.serving.requests import GenerationRequest
 
 NAMES = ("inkling", "inkling_unlike", "qwen3_next")
 

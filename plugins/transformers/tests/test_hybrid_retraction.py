@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore_transformers.engine import Engine
+from kvcore_transformers.serving.engine import Engine
 
 LENGTHS, NEW = (22, 17, 6), 14
 PAGES = 14

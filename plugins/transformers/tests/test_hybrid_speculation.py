@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvcore.errors import UnsupportedError
-from kvcore_transformers.attention import ATTENTION
-from kvcore_transformers.state_batch import StateBatch
+from kvcore_transformers.modeling.attention import ATTENTION
+from kvcore_transformers.modeling.state_batch import StateBatch
 
 
 @pytest.fixture

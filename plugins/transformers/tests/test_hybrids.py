@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvcore.errors import UnsupportedError
-from kvcore_transformers.attention import ATTENTION
-from kvcore_transformers.engine import Engine
-from kvcore_transformers.hf_cache import KVCoreCache
-from kvcore_transformers.state_batch import StateBatch
+from kvcore_transformers.modeling.attention import ATTENTION
+from kvcore_transformers.modeling.hf_cache import KVCoreCache
+from kvcore_transformers.modeling.state_batch import StateBatch
+from kvcore_transformers.serving.engine import Engine
 
 NAMES = ("inkling", "inkling_unlike", "inkling_scaled", "qwen3_next")
 KINDS = ("inkling", "qwen3_next")

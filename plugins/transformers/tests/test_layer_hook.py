@@ -7,8 +7,8 @@ import torch
 
 from kvcore.contract import DONE
 from kvcore.testing.harness import poison
-from kvcore_transformers.engine import Engine
-from kvcore_transformers.requests import GenerationRequest
+from kvcore_transformers.serving.engine import Engine
+from kvcore_transformers.serving.requests import GenerationRequest
 
 
 @pytest.mark.parametrize("name", ["gemma3", "deepseek"])

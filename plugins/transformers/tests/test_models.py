@@ -10,10 +10,10 @@ from transformers import DynamicCache
 
 from kvcore.errors import UnsupportedError
 from kvcore.testing.harness import poison
-from kvcore_transformers.attention import ATTENTION, PagedBatch
-from kvcore_transformers.engine import Engine
-from kvcore_transformers.hf_cache import KVCoreCache
-from kvcore_transformers.requests import AskedEvent, DoneEvent, FailedEvent, ReceivedEvent
+from kvcore_transformers.modeling.attention import ATTENTION, PagedBatch
+from kvcore_transformers.modeling.hf_cache import KVCoreCache
+from kvcore_transformers.serving.engine import Engine
+from kvcore_transformers.serving.requests import AskedEvent, DoneEvent, FailedEvent, ReceivedEvent
 
 LENGTHS = (1, 15, 17, 33, 64)
 

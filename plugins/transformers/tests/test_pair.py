@@ -11,11 +11,11 @@ import pytest
 
 from kvcore.config import Config, load_config
 from kvcore.errors import PeerLostError
-from kvcore_transformers import fleet as fleet_module
-from kvcore_transformers.channel import Channel, FromWorker, Ping, Pong, Ready, Start, Stop, Submit, ToWorker
-from kvcore_transformers.fleet import Fleet, Silent
-from kvcore_transformers.pair import Pair, Setup
-from kvcore_transformers.requests import GenerationRequest
+from kvcore_transformers.serving import fleet as fleet_module
+from kvcore_transformers.serving.channel import Channel, FromWorker, Ping, Pong, Ready, Start, Stop, Submit, ToWorker
+from kvcore_transformers.serving.fleet import Fleet, Silent
+from kvcore_transformers.serving.pair import Pair, Setup
+from kvcore_transformers.serving.requests import GenerationRequest
 
 
 class Recorder:

@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers
 
-from kvcore.cache import KVCache
 from kvcore.cli.main import main
 from kvcore.config import Config, load_config
+from kvcore.engine.cache import KVCache
 from kvcore.spec import Shard
-from kvcore_transformers.adapters import adapter_for, enabled
-from kvcore_transformers.plan_report import count, read_model, size
+from kvcore_transformers.commands.plan_report import count, read_model, size
+from kvcore_transformers.models.adapters import adapter_for, enabled
 
 KEYS = {"bytes_per_token", "padding", "per_request_bytes", "token_capacity", "request_capacity", "allocated_bytes"}
 LLAMA_70B = {

@@ -1,7 +1,7 @@
 """The size of ``host_pool`` under ``kvcore run``."""
 
 from kvcore.config import load_config
-from kvcore_transformers.running import with_pool_size
+from kvcore_transformers.commands.running import with_pool_size
 
 
 def test_host_pool_is_as_large_as_the_cache_unless_its_size_is_configured(tmp_path):

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from kvcore.errors import ConfigError
-from kvcore_transformers.engine import DEFAULT_CHUNK
-from kvcore_transformers.prompts import Prompt, read_prompts, shipped_prompts, tokenize
+from kvcore_transformers.commands.prompts import Prompt, read_prompts, shipped_prompts, tokenize
+from kvcore_transformers.serving.engine import DEFAULT_CHUNK
 
 
 class Words:

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from kvcore.errors import EmptyPromptError, PeerLostError
-from kvcore_transformers.pair import Outcome, ServedRun
-from kvcore_transformers.report import Refusal, agreement, build_report, percentile, print_report
-from kvcore_transformers.requests import EngineStats, GenerationRequest
+from kvcore_transformers.commands.report import Refusal, agreement, build_report, percentile, print_report
+from kvcore_transformers.serving.pair import Outcome, ServedRun
+from kvcore_transformers.serving.requests import EngineStats, GenerationRequest
 
 
 def outcome(name, tokens=(), error=None, first=None, moved=0, early=0):

@@ -9,8 +9,8 @@ import pytest
 from kvcore.cli.main import main
 from kvcore.config import load_config
 from kvcore.errors import PluginError
-from kvcore_transformers import run_builtin
-from kvcore_transformers.run_builtin import BUILTIN, find, guard_prompts
+from kvcore_transformers.commands import run_builtin
+from kvcore_transformers.commands.run_builtin import BUILTIN, find, guard_prompts
 
 
 def refusal(capsys):

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcore_transformers.hf_cache import KVCoreCache
-from kvcore_transformers.loading import load_model, load_tokenizer
-from kvcore_transformers.prompts import read_prompts, shipped_prompts, tokenize
-from kvcore_transformers.weights import ensure_model
+from kvcore_transformers.commands.prompts import read_prompts, shipped_prompts, tokenize
+from kvcore_transformers.modeling.hf_cache import KVCoreCache
+from kvcore_transformers.models.loading import load_model, load_tokenizer
+from kvcore_transformers.models.weights import ensure_model
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 

@@ -8,11 +8,11 @@ from transformers import DynamicCache, InklingTextConfig
 from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 
 from kvcore.errors import LayoutError, RequestError, UnsupportedError
-from kvcore_transformers.attention import ATTENTION, kvcore_paged
-from kvcore_transformers.bias_rows import BiasGeometry
-from kvcore_transformers.hybrids import bias_extents
-from kvcore_transformers.state_batch import StateBatch
-from kvcore_transformers.steady import steady_rows
+from kvcore_transformers.modeling.attention import ATTENTION, kvcore_paged
+from kvcore_transformers.modeling.bias_rows import BiasGeometry
+from kvcore_transformers.modeling.state_batch import StateBatch
+from kvcore_transformers.modeling.steady import steady_rows
+from kvcore_transformers.models.hybrids import bias_extents
 
 KINDS = ("inkling", "qwen3_next")
 

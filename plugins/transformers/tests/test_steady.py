@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcore_transformers.steady import LEAST_ROWS, steady_rows
+from kvcore_transformers.modeling.steady import LEAST_ROWS, steady_rows
 
 
 class Holder(torch.nn.Module):

@@ -16,8 +16,8 @@ from kvcore.errors import (
     ProtocolError,
     TransferError,
 )
-from kvcore_transformers.engine import Engine, FirstToken
-from kvcore_transformers.requests import (
+from kvcore_transformers.serving.engine import Engine, FirstToken
+from kvcore_transformers.serving.requests import (
     AskedEvent,
     DoneEvent,
     FailedEvent,
@@ -326,7 +326,7 @@ def test_an_abort_just_after_the_last_byte_leaks_nothing(both, tiny_model, make_
 )
 def test_engine_data_that_is_nonsense_fails_the_request_only(both, make_requests, monkeypatch, data):
     pair = both()
-    monkeypatch.setattr("kvcore_transformers.engine.msgspec.msgpack.encode", lambda value: data)
+    monkeypatch.setattr("kvcore_transformers.serving.engine.msgspec.msgpack.encode", lambda value: data)
     bad, good = make_requests((20, 30), new=3)
     pair.submit(bad)
     pair.drain()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvcore.errors import ConfigError, PluginError
-from kvcore_transformers import weights
+from kvcore_transformers.models import weights
 
 
 @pytest.fixture

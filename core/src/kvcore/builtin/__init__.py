@@ -17,8 +17,8 @@ from kvcore.contract import (
     PluginInfo,
     PoolBuilder,
     Transport,
+    hookimpl,
 )
-from kvcore.hookspecs import hookimpl
 
 PLUGIN = PluginInfo(
     name="builtin", contract=CONTRACT, summary="plain formats, torch kernels, shm, host_tensor, host_pool"
@@ -36,8 +36,8 @@ def kvcore_register_formats() -> Sequence[type[Format]]:
 @hookimpl
 def kvcore_register_pools() -> Sequence[type[PoolBuilder]]:
     """CPU arenas in memfd, CUDA arenas by torch."""
-    from kvcore.builtin.cuda_pools import CudaPool
-    from kvcore.builtin.pools import POOL_BUILDERS
+    from kvcore.builtin.pools.cuda import CudaPool
+    from kvcore.builtin.pools.memfd import POOL_BUILDERS
 
     return (*POOL_BUILDERS, CudaPool)
 
@@ -45,7 +45,7 @@ def kvcore_register_pools() -> Sequence[type[PoolBuilder]]:
 @hookimpl
 def kvcore_register_payload_builders() -> Sequence[type[IndexSpace]]:
     """The whole sequence."""
-    from kvcore.index_spaces import INDEX_SPACES
+    from kvcore.requests.spaces import INDEX_SPACES
 
     return INDEX_SPACES
 
@@ -53,8 +53,8 @@ def kvcore_register_payload_builders() -> Sequence[type[IndexSpace]]:
 @hookimpl
 def kvcore_register_backups() -> Sequence[type[Backup]]:
     """Host memory: a buffer a request, or one arena of fixed size."""
-    from kvcore.builtin.host_pool import HostPoolBackup
-    from kvcore.builtin.host_tensor import HostTensorBackup
+    from kvcore.builtin.backups.host_pool import HostPoolBackup
+    from kvcore.builtin.backups.host_tensor import HostTensorBackup
 
     return (HostPoolBackup, HostTensorBackup)
 
@@ -62,8 +62,8 @@ def kvcore_register_backups() -> Sequence[type[Backup]]:
 @hookimpl
 def kvcore_register_kernels() -> Sequence[type[Kernel]]:
     """The exact reference, derived from any format, and tuned torch kernels for the plain ones."""
-    from kvcore.builtin.kernels_reference import REFERENCE_KERNELS
-    from kvcore.builtin.kernels_torch import TORCH_KERNELS
+    from kvcore.builtin.kernels.reference import REFERENCE_KERNELS
+    from kvcore.builtin.kernels.tuned import TORCH_KERNELS
 
     return (*REFERENCE_KERNELS, *TORCH_KERNELS)
 
@@ -71,7 +71,7 @@ def kvcore_register_kernels() -> Sequence[type[Kernel]]:
 @hookimpl
 def kvcore_register_transports() -> Sequence[type[Transport]]:
     """Shared memory between processes of one host."""
-    from kvcore.transfer.shm import ShmTransport
+    from kvcore.transfer.shm.transport import ShmTransport
 
     return (ShmTransport,)
 
@@ -79,6 +79,6 @@ def kvcore_register_transports() -> Sequence[type[Transport]]:
 @hookimpl
 def kvcore_register_commands() -> Sequence[Command]:
     """kvcore plugins, kvcore explain."""
-    from kvcore.builtin.commands import COMMANDS
+    from kvcore.builtin.commands.explain import COMMANDS
 
     return COMMANDS

@@ -91,7 +91,7 @@ class PlainFormat(Format):
     def encode(self, layout: Layout, rows: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
         """Convert to the storage dtype."""
         # Sizing and layouts work without torch: only encoding needs it.
-        from kvcore.tensors import torch_dtype
+        from kvcore.memory.tensors import torch_dtype
 
         names = tuple(item.name for item in layout.regions)
         if set(rows) != set(names):

@@ -1,0 +1,1 @@
+"""The command line: commands are registered, this finds and runs them."""

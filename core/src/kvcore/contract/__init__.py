@@ -1,6 +1,6 @@
 """What a plugin implements (no torch at import).
 
-Hooks register (:mod:`kvcore.hookspecs`); behaviour lives in the small abstract classes here. Everything a kernel or a
+Hooks register (:mod:`kvcore.plugins.hookspecs`); behaviour lives in the small abstract classes here. Everything a kernel or a
 backend receives is a plain object resolved at start-up: pluggy is never crossed per token.
 
 Shapes: ``T`` new tokens of a step, ``R`` rows (requests) of a step, ``Hq`` query heads, ``H`` heads of a stored tensor,
@@ -21,6 +21,7 @@ from kvcore.contract.base import (
     PluginInfo,
     Support,
     all_fences,
+    hookimpl,
     unsupported,
 )
 from kvcore.contract.commands import (
@@ -88,5 +89,6 @@ __all__ = [
     "TransportTraits",
     "UnitBlock",
     "all_fences",
+    "hookimpl",
     "unsupported",
 ]

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pluggy
 
 from kvcore.errors import UnsupportedError
+
+hookimpl = pluggy.HookimplMarker("kvcore")
+"""Marks a plugin's hook implementations; the hooks are those of :mod:`kvcore.plugins.hookspecs`."""
 
 CONTRACT: tuple[int, int] = (1, 0)
 """Version of this module. A plugin of another major version is refused."""

@@ -63,7 +63,7 @@ class Format(ABC):
         Returns:
             ``(region, field)`` → elements ``[L, *axes]`` in the field's storage dtype, axes in declaration order; L
             are the layers of ``layout`` in order. A constant field that is left out has to be set by the engine
-            (:meth:`kvcore.cache.KVCache.set_constants`) before the first request.
+            (:meth:`kvcore.engine.cache.KVCache.set_constants`) before the first request.
         """
         return {}
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from kvcore.moves import Program
+    from kvcore.layout.moves import Program
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kvcore.contract.pools import Arena
 from kvcore.layout import Int64Array, Layout
 
 if TYPE_CHECKING:
-    from kvcore.moves import Program
+    from kvcore.layout.moves import Program
 
 
 class TransportTraits(msgspec.Struct, frozen=True):

@@ -23,12 +23,22 @@ except ModuleNotFoundError as error:
     ) from error
 
 # Before the suites are imported: their assertions then show the values that differ.
-_KIT = ("backups", "format_bytes", "format_layout", "format_moves", "index_spaces", "ranks", "states", "transports")
+_KIT = (
+    "backups",
+    "formats.values",
+    "formats.layout",
+    "formats.moves",
+    "index_spaces",
+    "ranks.rig",
+    "ranks.child",
+    "states",
+    "transports",
+)
 for _suite in _KIT:
     pytest.register_assert_rewrite(f"kvcore.testing.{_suite}")
 
 from kvcore.testing.backups import BackupSuite  # noqa: E402
-from kvcore.testing.formats import FormatSuite  # noqa: E402
+from kvcore.testing.formats.suite import FormatSuite  # noqa: E402
 from kvcore.testing.index_spaces import IndexSpaceSuite  # noqa: E402
 from kvcore.testing.runner import Case, Check, cases_of, run, unchecked  # noqa: E402
 from kvcore.testing.sample import GROUPS, STATE_GROUPS, ThreeComponents  # noqa: E402

@@ -12,7 +12,7 @@ from kvcore.contract import DONE, Backup, Fence, UnitBlock
 from kvcore.errors import BackupError, KVCoreError
 from kvcore.layout import ArenaOrder, Layout
 from kvcore.plugins import load_plugins
-from kvcore.registry import Registry
+from kvcore.plugins.registry import Registry
 from kvcore.spec import Shard
 from kvcore.testing.harness import TIMEOUT_S, Subject, View, open_cache, skip_unsupported
 from kvcore.testing.memory import POISON, Bytes, pattern

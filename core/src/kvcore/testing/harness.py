@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvcore.cache import KVCache
 from kvcore.config import load_config
 from kvcore.contract import (
     FULL,
@@ -26,10 +25,11 @@ from kvcore.contract import (
     Transport,
     unsupported,
 )
+from kvcore.engine.cache import KVCache
+from kvcore.engine.peers import ReceiveDone, ReceiveFailed
 from kvcore.errors import UnsupportedError
 from kvcore.layout import ArenaOrder, Layout
-from kvcore.peers import ReceiveDone, ReceiveFailed
-from kvcore.registry import Registry
+from kvcore.plugins.registry import Registry
 from kvcore.spec import LayerGroup, ModelSpec, Shard
 from kvcore.testing.memory import POISON, Bytes, Map
 

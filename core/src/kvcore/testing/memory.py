@@ -1,6 +1,6 @@
 """Where bytes lie, worked out again from a layout's declarations alone: the oracle of the suites.
 
-Nothing here calls the addressing code of :mod:`kvcore.fields`, :mod:`kvcore.layout` or :mod:`kvcore.moves`; only what a
+Nothing here calls the addressing code of :mod:`kvcore.layout.fields`, :mod:`kvcore.layout` or :mod:`kvcore.layout.moves`; only what a
 layout *declares* is read.
 """
 

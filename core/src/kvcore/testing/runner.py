@@ -19,9 +19,9 @@ import pytest
 
 from kvcore.contract import Backup, Transport
 from kvcore.errors import IntegrityError
-from kvcore.registry import KINDS, Registry
+from kvcore.plugins.registry import KINDS, Registry
 from kvcore.testing.backups import BackupSuite
-from kvcore.testing.formats import FormatSuite
+from kvcore.testing.formats.suite import FormatSuite
 from kvcore.testing.index_spaces import IndexSpaceSuite
 from kvcore.testing.states import StateComponentSuite
 from kvcore.testing.transports import TransportSuite
@@ -39,7 +39,7 @@ class Case:
     """A suite on one subject.
 
     Attributes:
-        kind: kind of the subject, see :data:`kvcore.registry.KINDS`.
+        kind: kind of the subject, see :data:`kvcore.plugins.registry.KINDS`.
         subject: its name.
         suite: the suite, or a subclass.
         fixtures: fixture name → what makes its value.

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvcore.cache import KVCache
 from kvcore.config import load_config
 from kvcore.contract import FULL, StateComponent, unsupported
+from kvcore.engine.cache import KVCache
 from kvcore.errors import UnsupportedError
 from kvcore.layout import ArenaOrder, Int64Array, Layout
+from kvcore.memory.pool import Pool
+from kvcore.memory.store import choose_builder
 from kvcore.plugins import load_plugins
-from kvcore.pool import Pool
-from kvcore.registry import Registry
+from kvcore.plugins.registry import Registry
 from kvcore.spec import LayerGroup, ModelSpec, Shard, StateSpec
-from kvcore.store import choose_builder
 from kvcore.testing.harness import Subject, pull, skip_unsupported
 from kvcore.testing.memory import ITEM_BYTES, POISON, Bytes, Map, element_bytes, pattern
 from kvcore.testing.sample import GROUPS, STATE_GROUPS

@@ -15,11 +15,11 @@ import pytest
 from kvcore.contract import PeerConnection, ReadHandle, ReadJob, Transport
 from kvcore.errors import KVCoreError, TransferError
 from kvcore.layout import ArenaOrder, Layout
-from kvcore.moves import Program
+from kvcore.layout.moves import Program
+from kvcore.memory.store import choose_builder
 from kvcore.plugins import load_plugins
-from kvcore.registry import Registry
+from kvcore.plugins.registry import Registry
 from kvcore.spec import Shard
-from kvcore.store import choose_builder
 from kvcore.testing.harness import TIMEOUT_S, skip_unsupported
 from kvcore.testing.memory import POISON, Bytes, Map, pattern
 from kvcore.testing.sample import GROUPS, ThreeComponents

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvcore.contract import ReadHandle, ReadJob
 from kvcore.errors import KVCoreError, TransferError
-from kvcore.moves import run_program
+from kvcore.layout.moves import run_program
 
 Bytes = npt.NDArray[np.uint8]
 

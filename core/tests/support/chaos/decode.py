@@ -12,6 +12,7 @@ from chaos.ports import ReceivePort
 from chaos.process import Device, Engine, Order, Place, Rank, World
 from chaos.wire import Connection, Copier
 
+from kvcore.engine.peers import ReceiveDone, ReceiveFailed, ReceiveQuiet, ReceiveSide
 from kvcore.errors import (
     CapacityError,
     DuplicateRequestError,
@@ -19,7 +20,6 @@ from kvcore.errors import (
     ProtocolError,
     UnknownRequestError,
 )
-from kvcore.peers import ReceiveDone, ReceiveFailed, ReceiveQuiet, ReceiveSide
 
 Over = ReceiveDone | ReceiveFailed | ReceiveQuiet
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from kvcore.layout import Axis, Field, Layout, SpaceSpec, UnitRange, region
-from kvcore.manager import Manager, RangeBudget
-from kvcore.stepplan import StepPlan
+from kvcore.requests.manager import Manager, RangeBudget
+from kvcore.requests.stepplan import StepPlan
 
 PAGE = 4
 WINDOW = 6

@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import msgspec
 
+from kvcore.engine.peers import SendFailed, SendSide
 from kvcore.errors import PeerLostError
-from kvcore.peers import SendFailed, SendSide
-from kvcore.transfer import control
-from kvcore.transfer.receiver import ReceiverSession
-from kvcore.transfer.sender import SenderSession
+from kvcore.transfer.messages import control
+from kvcore.transfer.session.receiver import ReceiverSession
+from kvcore.transfer.session.sender import SenderSession
 
 Mutant = Callable[[], Any]
 
@@ -160,7 +160,9 @@ def ignores_attempts() -> Iterator[None]:
 @contextmanager
 def holds_nothing() -> Iterator[None]:
     """A request that is released while a transfer reads its units gives them back at once."""
-    with patch("kvcore.holds.Hold.__init__", lambda self, parts, holds: vars(self).update(_parts=(), _holds=set())):
+    with patch(
+        "kvcore.requests.holds.Hold.__init__", lambda self, parts, holds: vars(self).update(_parts=(), _holds=set())
+    ):
         yield
 
 

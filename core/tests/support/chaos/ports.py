@@ -1,7 +1,7 @@
 """Endpoints without threads: a session and its place on the simulated wire, with the calls an engine's side makes.
 
-They stand where :class:`kvcore.transfer.endpoint.SenderEndpoint` and ``ReceiverEndpoint`` stand, under the real
-:class:`kvcore.peers.SendSide` and ``ReceiveSide``: everything above and below them is what runs in production.
+They stand where :class:`kvcore.transfer.wire.endpoint.SenderEndpoint` and ``ReceiverEndpoint`` stand, under the real
+:class:`kvcore.engine.peers.SendSide` and ``ReceiveSide``: everything above and below them is what runs in production.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from unittest.mock import patch
 from chaos.wire import Connection, Link, Net
 
 from kvcore.errors import ProtocolError
-from kvcore.moves import Program
-from kvcore.transfer import control
-from kvcore.transfer.joined import JoinedReceiver, name
-from kvcore.transfer.manifest import Manifest
-from kvcore.transfer.sender import SenderSession
-from kvcore.transfer.session import Session, TransferOptions
+from kvcore.layout.moves import Program
+from kvcore.transfer.messages import control
+from kvcore.transfer.messages.manifest import Manifest
+from kvcore.transfer.session.base import Session, TransferOptions
+from kvcore.transfer.session.joined import JoinedReceiver, name
+from kvcore.transfer.session.sender import SenderSession
 
 # Every connection plans anew; a simulation connects so often that the same few programs are built but once.
 _build = Program.build

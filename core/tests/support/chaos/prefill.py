@@ -12,6 +12,7 @@ from chaos.memory import ALL_LAYERS, Ids, Shape, Violation
 from chaos.ports import SendPort
 from chaos.process import Device, Engine, Order, Place, Prompt, Rank, World
 
+from kvcore.engine.peers import SendDone, SendSide
 from kvcore.errors import (
     CapacityError,
     DuplicateRequestError,
@@ -19,8 +20,7 @@ from kvcore.errors import (
     TransferExpiredError,
     UnknownRequestError,
 )
-from kvcore.peers import SendDone, SendSide
-from kvcore.stepplan import StepPlan
+from kvcore.requests.stepplan import StepPlan
 
 
 @dataclass(eq=False)

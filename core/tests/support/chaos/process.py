@@ -11,10 +11,10 @@ from typing import Any, Generic, TypeVar
 from chaos.memory import Cache, Shape
 from chaos.wire import Net
 
-from kvcore.index_spaces import INDEX_SPACES
+from kvcore.requests.spaces import INDEX_SPACES
 from kvcore.spec import Ranks
-from kvcore.transfer.manifest import Manifest
-from kvcore.transfer.session import TransferOptions
+from kvcore.transfer.messages.manifest import Manifest
+from kvcore.transfer.session.base import TransferOptions
 
 SPACES = {kind.kind: kind() for kind in INDEX_SPACES}
 

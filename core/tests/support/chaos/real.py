@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from kvcore.cache import KVCache
 from kvcore.config import load_config
+from kvcore.engine.cache import KVCache
+from kvcore.engine.peers import ReceiveDone, ReceiveFailed, ReceiveSide
 from kvcore.errors import KVCoreError
-from kvcore.peers import ReceiveDone, ReceiveFailed, ReceiveSide
 from kvcore.plugins import load_plugins
 from kvcore.spec import LayerGroup, ModelSpec, TensorSpec
 

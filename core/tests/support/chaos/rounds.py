@@ -17,7 +17,7 @@ from chaos.prefill import Job, PrefillEngine, PrefillRank
 from chaos.process import Order, World
 from chaos.wire import Link, Net
 
-from kvcore.transfer.session import TransferOptions
+from kvcore.transfer.session.base import TransferOptions
 
 OPTIONS = TransferOptions(
     lease_s=4.0, heartbeat_s=1.0, peer_timeout_s=4.0, ask_timeout_s=6.0, read_timeout_s=4.0, quiesce_s=3.0,

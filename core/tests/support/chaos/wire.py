@@ -18,7 +18,7 @@ from chaos.memory import Violation
 
 from kvcore.contract import PeerConnection, ReadHandle, ReadJob
 from kvcore.errors import PeerLostError, TransferError
-from kvcore.moves import run_program
+from kvcore.layout.moves import run_program
 
 
 class Clock:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcore.contract import Format, PluginInfo
-from kvcore.hookspecs import hookimpl
+from kvcore.contract import Format, PluginInfo, hookimpl
 
 PLUGIN = PluginInfo(name="nvfp4", contract=(1, 0), summary="4-bit floats, an e4m3 scale for every 16")
 

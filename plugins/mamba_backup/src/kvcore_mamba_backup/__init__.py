@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcore.contract import PluginInfo, StateComponent
-from kvcore.hookspecs import hookimpl
+from kvcore.contract import PluginInfo, StateComponent, hookimpl
 
 PLUGIN = PluginInfo(name="mamba_backup", contract=(1, 0), summary="states of short convolutions, SSMs and delta rules")
 

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcore.cache import KVCache
 from kvcore.config import load_config
 from kvcore.contract import AttendParams, Backup
+from kvcore.engine.cache import KVCache
+from kvcore.engine.step import Step
 from kvcore.plugins import load_plugins
-from kvcore.registry import Registry
+from kvcore.plugins.registry import Registry
 from kvcore.spec import LayerGroup, ModelSpec, StatePart, StateSpec, TensorSpec
-from kvcore.step import Step
 from kvcore.testing.harness import Subject, poison
 from kvcore.testing.memory import Map
 

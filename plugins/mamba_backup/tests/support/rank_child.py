@@ -7,9 +7,9 @@ from typing import Any
 
 from hybrid import MODELS, SETTINGS, Work, prompt  # beside this file
 
+from kvcore.engine.step import Step
 from kvcore.spec import ModelSpec
-from kvcore.step import Step
-from kvcore.testing.rank_child import Answer, Rank, main
+from kvcore.testing.ranks.child import Answer, Rank, main
 
 
 class HybridRank(Rank):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcore.contract import Format, Kernel, PluginInfo
-from kvcore.hookspecs import hookimpl
+from kvcore.contract import Format, Kernel, PluginInfo, hookimpl
 
 PLUGIN = PluginInfo(name="mxfp8", contract=(1, 0), summary="8-bit floats, a power-of-two scale for every 32")
 
@@ -21,8 +20,8 @@ def kvcore_register_formats() -> Sequence[type[Format]]:
 @hookimpl
 def kvcore_register_kernels() -> Sequence[type[Kernel]]:
     """Torch and Numba on the CPU, Triton on GPUs."""
-    from kvcore_mxfp8.kernels_numba import NUMBA_KERNELS
-    from kvcore_mxfp8.kernels_torch import TORCH_KERNELS
-    from kvcore_mxfp8.triton_attend import TRITON_KERNELS
+    from kvcore_mxfp8.cpu.kernels_numba import NUMBA_KERNELS
+    from kvcore_mxfp8.cpu.kernels_torch import TORCH_KERNELS
+    from kvcore_mxfp8.triton.attend import TRITON_KERNELS
 
     return (*TORCH_KERNELS, *NUMBA_KERNELS, *TRITON_KERNELS)

@@ -48,7 +48,7 @@ class Mxfp8(Format):
             under both.
         tensor_scale: None for none. Else one fp32 number for every tensor of a layer, in component
             ``<group>/tensor_scale``, belongs to the model: a number sets all of them, and ``"calibrated"`` leaves them to
-            :meth:`kvcore.cache.KVCache.set_constants`, without which no request is served.
+            :meth:`kvcore.engine.cache.KVCache.set_constants`, without which no request is served.
     """
 
     name: ClassVar[str] = "mxfp8"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from kvcore.tensors import torch_dtype
+from kvcore.memory.tensors import torch_dtype
 from kvcore_mxfp8.elements import BLOCK, Element, ScaleRule
 
 NAN_SCALE = 255

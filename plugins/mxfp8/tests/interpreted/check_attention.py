@@ -14,9 +14,9 @@ import torch
 from triton_rig import LAYOUTS, SLOW, Rig, slow_dtypes
 
 from kvcore.contract import AttendParams, BatchPlan
-from kvcore_mxfp8 import triton_attend
-from kvcore_mxfp8.triton_attend import Tiles, split_count
-from kvcore_mxfp8.triton_support import chip_of
+from kvcore_mxfp8.triton import attend as triton_attend
+from kvcore_mxfp8.triton.attend import Tiles, split_count
+from kvcore_mxfp8.triton.support import chip_of
 
 BOUND = 2e-6
 

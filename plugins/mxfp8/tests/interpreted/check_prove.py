@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from kvcore_mxfp8 import triton_attend, triton_kernels
+from kvcore_mxfp8.triton import attend as triton_attend
+from kvcore_mxfp8.triton import kernels as triton_kernels
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prove_triton.py"
 

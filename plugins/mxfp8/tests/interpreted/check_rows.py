@@ -10,11 +10,11 @@ import pytest
 import torch
 from triton_rig import LAYOUTS, SLOW, Rig, one_row, slow_dtypes
 
-from kvcore.builtin.kernels_reference import ReferenceLoad
+from kvcore.builtin.kernels.reference import ReferenceLoad
 from kvcore.contract import FULL, Arena, PoolBuilder, Support
-from kvcore.dispatch import choose_kernels
+from kvcore.memory.pool import Pool
 from kvcore.plugins import load_plugins
-from kvcore.pool import Pool
+from kvcore.plugins.dispatch import choose_kernels
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

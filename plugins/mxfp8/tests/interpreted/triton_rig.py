@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvcore.builtin.kernels_reference import ReferenceDecode, ReferenceLoad, ReferencePrefill, ReferenceStore
-from kvcore.builtin.pools import MemfdPool
+from kvcore.builtin.kernels.reference import ReferenceDecode, ReferenceLoad, ReferencePrefill, ReferenceStore
+from kvcore.builtin.pools.memfd import MemfdPool
 from kvcore.contract import BatchPlan, Kernel
-from kvcore.pool import Pool
+from kvcore.memory.pool import Pool
 from kvcore.spec import LayerGroup, Shard, TensorSpec
 from kvcore_mxfp8.format import Mxfp8, Mxfp8E5m2
-from kvcore_mxfp8.triton_attend import TritonDecode, TritonPrefill
-from kvcore_mxfp8.triton_kernels import TritonLoad, TritonStore
+from kvcore_mxfp8.triton.attend import TritonDecode, TritonPrefill
+from kvcore_mxfp8.triton.kernels import TritonLoad, TritonStore
 
 FORMATS = {"mxfp8": Mxfp8, "mxfp8_e5m2": Mxfp8E5m2}
 PAIRS: dict[str, tuple[type[Kernel], type[Kernel]]] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kvcore_mxfp8.cpu.numba_kernels import load_rows, store_rows
 from kvcore_mxfp8.elements import BLOCK, E5M2, Element
-from kvcore_mxfp8.numba_kernels import load_rows, store_rows
 
 LIKE = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
 NONE = np.zeros((2, 1), np.int64)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvcore.spec import LayerGroup, ModelSpec, TensorSpec
-from kvcore.testing.rank_child import Answer, RowsRank, main
+from kvcore.testing.ranks.child import Answer, RowsRank, main
 
 BLOCK = 32
 

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from kvcore.cache import KVCache
 from kvcore.config import load_config
 from kvcore.contract import Format, Kernel
+from kvcore.engine.cache import KVCache
 from kvcore.plugins import load_plugins
 from kvcore.spec import LayerGroup, ModelSpec, Shard, TensorSpec
 from kvcore.testing.harness import Subject

@@ -15,12 +15,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvcore.spec import LayerGroup, Shard, TensorSpec
-from kvcore_mxfp8 import triton_attention, triton_rows
 from kvcore_mxfp8.format import Mxfp8, Mxfp8E5m2
 from kvcore_mxfp8.geometry import Geometry, geometry
-from kvcore_mxfp8.triton_attend import Tiles, decode_tiles, prefill_tiles
-from kvcore_mxfp8.triton_kernels import row_tile
-from kvcore_mxfp8.triton_support import Chip
+from kvcore_mxfp8.triton import attention as triton_attention
+from kvcore_mxfp8.triton import rows as triton_rows
+from kvcore_mxfp8.triton.attend import Tiles, decode_tiles, prefill_tiles
+from kvcore_mxfp8.triton.kernels import row_tile
+from kvcore_mxfp8.triton.support import Chip
 
 CHIPS = {
     "sm_90": Chip(native=True, block_scaled=False, processors=132),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcore.contract import Command, ModelAdapter, PluginInfo
-from kvcore.hookspecs import hookimpl
+from kvcore.contract import Command, ModelAdapter, PluginInfo, hookimpl
 
 PLUGIN = PluginInfo(
     name="transformers", contract=(1, 0), summary="Hugging Face models, kvcore run, kvcore plan, kvcore accuracy"
@@ -15,8 +14,8 @@ PLUGIN = PluginInfo(
 @hookimpl
 def kvcore_register_models() -> Sequence[type[ModelAdapter]]:
     """Decoder-only models: Llama and SmolLM, Qwen, Mistral, Gemma 3, DeepSeek-V3, Inkling, Qwen3-Next."""
-    from kvcore_transformers.adapters import ADAPTERS
-    from kvcore_transformers.hybrids import HYBRIDS
+    from kvcore_transformers.models.adapters import ADAPTERS
+    from kvcore_transformers.models.hybrids import HYBRIDS
 
     return (*ADAPTERS, *HYBRIDS)
 
@@ -24,6 +23,6 @@ def kvcore_register_models() -> Sequence[type[ModelAdapter]]:
 @hookimpl
 def kvcore_register_commands() -> Sequence[Command]:
     """kvcore run, kvcore plan, kvcore accuracy."""
-    from kvcore_transformers import accuracy, plan, run
+    from kvcore_transformers.commands import accuracy, plan, run
 
     return (*run.COMMANDS, *plan.COMMANDS, *accuracy.COMMANDS)

@@ -7,9 +7,9 @@ import time
 import torch
 
 from kvcore.testing.harness import poison
-from kvcore_transformers.engine import Engine
-from kvcore_transformers.requests import AskedEvent, DoneEvent, FailedEvent, ReceivedEvent
-from kvcore_transformers.state_batch import StateBatch
+from kvcore_transformers.modeling.state_batch import StateBatch
+from kvcore_transformers.serving.engine import Engine
+from kvcore_transformers.serving.requests import AskedEvent, DoneEvent, FailedEvent, ReceivedEvent
 
 PLUGINS = ("mamba_backup",)
 """What holds the states."""

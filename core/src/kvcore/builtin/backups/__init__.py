@@ -1,0 +1,1 @@
+"""Retraction backends in host memory."""

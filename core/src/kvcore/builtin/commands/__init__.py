@@ -1,0 +1,1 @@
+"""``kvcore plugins``, ``explain``, ``check`` and ``layout``."""

@@ -1,0 +1,1 @@
+"""Pool construction: memfd arenas for the CPU, arenas of torch for CUDA."""

@@ -1,0 +1,123 @@
+"""CPU arenas in memfd: memory that a peer process can map read-only, and nobody can resize."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.contract import FULL, Arena, PoolBuilder, Support, unsupported
+from kvcore.errors import CapacityError, ConfigError, StaleHandleError
+from kvcore.layout import Layout
+from kvcore.transfer.shm import memfd
+
+if TYPE_CHECKING:
+    import torch
+
+_HEADROOM_BYTES = 64 << 20
+"""Memory an allocation leaves to everybody else."""
+
+_NUMBERS = itertools.count()
+
+
+class MemfdArena(Arena):
+    """An anonymous file mapped into this process, zeroed and populated.
+
+    ``close`` closes the descriptor and drops the map. While tensors or arrays over it are still alive the pages stay
+    mapped, so that reading one is never a crash, and go back with the last of them.
+
+    Args:
+        nbytes: size, at least 1.
+        populate: touch every page now (a first touch during a transfer costs tenfold).
+    """
+
+    device = "cpu"
+
+    def __init__(self, nbytes: int, *, populate: bool = True) -> None:
+        if nbytes < 1:
+            raise ConfigError("an arena needs at least one byte", nbytes=nbytes)
+        if populate:
+            _check_available(nbytes)
+        self.nbytes = nbytes
+        fd, array = memfd.create(f"kvcore-arena-{next(_NUMBERS)}", nbytes, populate=populate)
+        self.fd: int | None = fd
+        self._array: npt.NDArray[np.uint8] | None = array
+        self.address = int(array.ctypes.data)
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The whole arena as ``uint8 [nbytes]``; raises StaleHandleError after :meth:`close`."""
+        if self._array is None:
+            raise StaleHandleError("the arena is closed", nbytes=self.nbytes)
+        return self._array
+
+    def tensor(self) -> torch.Tensor:
+        """The same as a tensor, sharing memory."""
+        # Sizing and `kvcore plugins` import this module without needing tensors.
+        from kvcore.memory.tensors import tensor_of
+
+        return tensor_of(self.array())
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        fd, self.fd, self._array = self.fd, None, None
+        if fd is not None:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", None) is not None:
+            self.close()
+
+
+class MemfdPool(PoolBuilder):
+    """Memfd arenas on the CPU, for the ``shm`` transport and for everything else."""
+
+    name: ClassVar[str] = "memfd"
+
+    def supports(self, device: str, layout: Layout) -> Support:
+        """The CPU, any layout."""
+        return FULL if device == "cpu" else unsupported(f"memfd arenas are CPU memory, the device is {device}")
+
+    def allocate(self, nbytes: int, device: str) -> Arena:
+        """Allocate zeroed, populated memory.
+
+        Raises CapacityError naming size and available memory where it does not fit, instead of leaving the choice of
+        a victim to the kernel.
+        """
+        return MemfdArena(nbytes)
+
+
+POOL_BUILDERS: tuple[type[PoolBuilder], ...] = (MemfdPool,)
+
+
+def available_memory() -> int:
+    """Bytes this process may still use: what the kernel calls available, within the limit of its control group."""
+    found = [_meminfo("MemAvailable")]
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists():
+        text = limit.read_text().strip()
+        if text != "max":
+            found.append(max(0, int(text) - int(used.read_text())))
+    return min(found)
+
+
+def _meminfo(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    raise ConfigError("the kernel does not say how much memory is available", field=name)
+
+
+def _check_available(nbytes: int) -> None:
+    available = available_memory()
+    if nbytes + _HEADROOM_BYTES > available:
+        raise CapacityError(
+            "not enough memory for an arena",
+            nbytes=nbytes,
+            available_bytes=available,
+            remedy="give the cache less memory",
+        )

@@ -1,0 +1,1 @@
+"""What an engine embeds: the cache, its steps, and its peers."""

@@ -1,0 +1,439 @@
+"""``KVCache``: the façade an engine embeds.
+
+It joins one manager (integers: which request holds which units) with the store of this process (bytes, kernels,
+transport) by step plans. An engine's loop is::
+
+    cache.admit("r1", len(prompt))
+    with cache.begin([("r1", chunk)]) as step:
+        for layer in model:
+            step.store(layer, {"k": k, "v": v})
+            step.attend(layer, q, out, params)
+        step.commit()
+    cache.release("r1")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+
+from kvcore.config import Config
+from kvcore.contract import Backup, PoolView, Transport
+from kvcore.engine.fitting import Holders, budgets
+from kvcore.engine.peers import ReceiveSide, SendSide
+from kvcore.engine.sizing import CapacityPlan, plan_capacity
+from kvcore.engine.step import Step
+from kvcore.errors import CapacityError, RequestError
+from kvcore.layout import Int64Array, Layout
+from kvcore.memory.store import Store
+from kvcore.plugins import Registry
+from kvcore.plugins.dispatch import KernelChoice
+from kvcore.requests.manager import Manager, ManagerStats, Request
+from kvcore.retraction.fit import check_backup, check_backup_size
+from kvcore.retraction.retractor import RetractionHandle, RetractionStats, Retractor
+from kvcore.spec import ModelSpec, Ranks, Shard
+from kvcore.transfer.messages.manifest import Manifest, new_instance
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CacheStats(msgspec.Struct, frozen=True):
+    """What a cache holds.
+
+    Attributes:
+        manager: units by range, and requests.
+        allocated_bytes: device bytes by layer group.
+        backup_bytes: bytes of retracted requests.
+        retraction: what retraction did so far.
+    """
+
+    manager: ManagerStats
+    allocated_bytes: dict[str, int]
+    backup_bytes: int
+    retraction: RetractionStats
+
+
+class KVCache:
+    """The KV cache of one model in this process. Build with :meth:`create`; a context manager.
+
+    Attributes:
+        model, config: what it was built for.
+        shard, ranks: which part of the model this process holds, and its place among its engine's ranks.
+        layouts: by layer group.
+        capacity: what fits, and the units of every range.
+        manager: request life cycle.
+        store: pools and kernels.
+        poison_freed: for tests: units are filled with 0xFF when a request gives them up.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        config: Config,
+        layouts: Mapping[str, Layout],
+        capacity: CapacityPlan,
+        manager: Manager,
+        store: Store,
+        retractor: Retractor,
+        holders: Holders,
+        registry: Registry,
+        shard: Shard,
+        ranks: Ranks,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.layouts = dict(layouts)
+        self.capacity = capacity
+        self.manager = manager
+        self.store = store
+        self.shard = shard
+        self.ranks = ranks
+        self._retractor = retractor
+        self._holders = holders
+        self._registry = registry
+        self._sides: list[SendSide | ReceiveSide] = []
+        self._closed = False
+        self.poison_freed = False
+
+    @classmethod
+    def create(
+        cls,
+        model: ModelSpec,
+        config: Config,
+        registry: Registry,
+        *,
+        shard: Shard | None = None,
+        ranks: Ranks | None = None,
+    ) -> KVCache:
+        """Resolve everything, refuse what cannot work, then allocate.
+
+        Args:
+            model: the whole model, the same on every rank.
+            config, registry: what to build, and from what.
+            shard: the heads and layers of this rank; None means all.
+            ranks: the place of this process among the ranks of its engine; None means that it is the only one.
+
+        Raises ConfigError, LayoutError, PluginError or UnsupportedError before memory is touched, and CapacityError
+        where ``config.cache.memory`` holds no unit.
+        """
+        shard = shard or Shard()
+        kv_format = registry.format(config.cache.format, **config.cache.format_options)
+        holders = Holders(model, kv_format, registry, shard)
+        here = holders.model
+        layouts = holders.layouts(page_size=config.cache.page_size, arena=config.cache.arena)
+        spaces = registry.index_spaces()
+        holders.check(layouts, spaces)
+        backup: Backup | None = None
+        if config.retraction.policy == "backup":
+            backup = registry.backup(config.retraction.backend, **config.retraction.options)
+            check_backup(backup, layouts)
+        capacity = plan_capacity(
+            layouts,
+            config.cache.memory,
+            config.cache.max_requests,
+            spaces=spaces,
+            step_tokens=config.cache.max_tokens,
+            step_rows=config.cache.max_rows,
+            checkpoints=config.cache.checkpoints,
+        )
+        units = capacity.units
+        manager = Manager(budgets(layouts, units), spaces, max_requests=capacity.request_capacity)
+        if backup is not None:
+            check_backup_size(backup, layouts, spaces, manager.max_request_tokens)
+        store = Store(
+            here,
+            layouts,
+            {group.prefix: kv_format for group in here.groups if group.kind == "attention"},
+            units,
+            registry.pool_builders(),
+            registry.kernels(),
+            device=config.cache.device,
+            max_rows=config.cache.max_rows,
+            max_tokens=config.cache.max_tokens,
+            shard=shard,
+        )
+        try:
+            retractor = Retractor(manager, store, backup, layouts, frozenset(holders.components))
+            place = (registry, shard, ranks or Ranks())
+            return cls(model, config, layouts, capacity, manager, store, retractor, holders, *place)
+        except BaseException:
+            store.close()
+            raise
+
+    # --- what belongs to the model ---
+
+    def set_constants(self, group: str, values: Mapping[tuple[str, str], torch.Tensor]) -> None:
+        """Set constants of a layer group, such as calibrated scales, before the first request.
+
+        Args:
+            group: prefix of the layer group.
+            values: ``(region, field)`` → ``[L, *axes]`` in the field's storage dtype: L the group's layers on this rank in
+                the order of its layout, axes as the field declares them. Fields that are not named stay as they are.
+
+        Raises RequestError while stored bytes could depend on the old values: requests live or retracted, or a peer that
+        was told of them. LayoutError for values that do not match the layout; nothing is changed then.
+        """
+        if self.manager.requests or self._retractor.num_kept or self._sides:
+            raise RequestError(
+                "constants are in use",
+                group=group,
+                requests=len(self.manager.requests),
+                retracted=self._retractor.num_kept,
+                peers=len(self._sides),
+                remedy="set them before the first request and before serve or connect",
+            )
+        self.store.set_constants(group, values)
+
+    def state(self, group: str) -> PoolView:
+        """Views of the state slots of a group: what :meth:`Step.state_slots` indexes."""
+        return self.store.state(group)
+
+    # --- requests ---
+
+    @property
+    def token_capacity(self) -> int | None:
+        """Tokens that fit: of the growing range that is full first. None where nothing grows with length."""
+        return self.capacity.token_capacity
+
+    @property
+    def request_capacity(self) -> int | None:
+        """Live requests that windows, rings and states are put aside for. None where only tokens bound them."""
+        return self.capacity.request_capacity
+
+    def can_admit(self, num_tokens: int, *, headroom_tokens: int = 0) -> bool:
+        """Whether ``admit`` would succeed now, counted in whole units, with room for further tokens left."""
+        self._retractor.poll()
+        return self._over_budget() is None and self.manager.can_admit(num_tokens, headroom_tokens=headroom_tokens)
+
+    def admit(self, request_id: str, num_tokens: int) -> Request:
+        """Start a request of ``num_tokens`` prompt tokens and allocate their units.
+
+        Raises EmptyPromptError, PromptTooLongError, DuplicateRequestError, or CapacityError (try later: also while
+        finished prompts that decode processes have not taken over hold more than ``transfer.held_fraction`` of the
+        memory); nothing is changed by a refusal.
+        """
+        self._retractor.poll()
+        held = self._over_budget()
+        if held is not None:
+            raise CapacityError(
+                "finished prompts wait for decode processes and hold their share of the memory",
+                request=request_id,
+                remedy="try again when some were taken over or their leases have ended; transfer.held_fraction sets it",
+                **held,
+            )
+        return self.manager.admit(request_id, num_tokens)
+
+    def fork(self, request_id: str, new_id: str, prefix_tokens: int) -> Request:
+        """Start ``new_id`` with the first tokens of another request; units are shared and copied on first write."""
+        return self.manager.fork(request_id, new_id, prefix_tokens)
+
+    def release(self, request_id: str) -> None:
+        """End a request: its units return to the pool, rows of a step under way are dropped, its transfer is aborted.
+
+        A second call raises UnknownRequestError.
+        """
+        self._let_go(request_id)
+        with self._poisoning(request_id):
+            self.manager.release(request_id)
+            self.store.invalidate(request_id)
+
+    def length(self, request_id: str) -> int:
+        """Tokens of a request in the cache."""
+        return self.manager.get(request_id).length
+
+    def units(self, request_id: str, group: str, range_name: str) -> Int64Array:
+        """Unit ids of a request, in logical order."""
+        return self.manager.units(request_id, group, range_name)
+
+    # --- checkpoints ---
+
+    def checkpoint(self, request_id: str) -> None:
+        """Keep the state of a request at its present length, for :meth:`rollback`. No byte moves.
+
+        Whoever rejects tokens takes one before them. See :meth:`kvcore.requests.manager.Manager.checkpoint`. A fork does not
+        inherit it, and :meth:`retract` drops it. UnsupportedError, with the reason, where a state component declares no
+        checkpoints.
+        """
+        self._holders.demand_checkpoints()
+        self.manager.checkpoint(request_id)
+
+    def drop_checkpoints(self, request_id: str, *, below: int | None = None) -> None:
+        """Give up checkpoints at fewer than ``below`` tokens (all by default), and the state slots they hold."""
+        with self._poisoning(request_id):
+            self.manager.drop_checkpoints(request_id, below=below)
+
+    def rollback(self, request_id: str, num_tokens: int) -> Request:
+        """Take back the last tokens of a request, in every component or in none: see
+        :meth:`kvcore.requests.manager.Manager.rollback`.
+
+        RequestError too while it is in a transfer (unless ``num_tokens`` is 0): what was sent would be computed again.
+        """
+        if num_tokens:
+            for side in self._sides:
+                side.refuse_rollback(request_id)
+        with self._poisoning(request_id):
+            return self.manager.rollback(request_id, num_tokens)
+
+    # --- steps ---
+
+    def begin(self, rows: Sequence[tuple[str, int]], speculative: bool = False) -> Step:
+        """Begin a step with ``(request id, new tokens)`` rows, in batch order.
+
+        Missing units are allocated for all rows or for none: CapacityError leaves everything as it was, and is the
+        moment to retract. Where a retracted request's units are still being copied out, that is waited for first.
+        A request whose whole prompt is offered is refused (RequestError) until it was taken over: a receiver reads its
+        last page and its state. To go on here too, step a fork of it.
+
+        Args:
+            rows: ``(request id, new tokens)``.
+            speculative: keep the state after every new token (:meth:`Step.state_trail`), so that ``commit`` may accept
+                any number of them. Takes a state slot a token until then. A model without a state needs none of it.
+                UnsupportedError where a state component declares no checkpoints.
+        """
+        if speculative:
+            self._holders.demand_checkpoints()
+        for side in self._sides:
+            side.refuse_steps(request_id for request_id, _ in rows)
+        plan = self._retractor.with_room(lambda: self.manager.plan_step(rows, speculative=speculative))
+        try:
+            self.store.begin(plan)
+        except BaseException:
+            self.manager.abandon(plan, ran=False)
+            raise
+        return Step(self.manager, self.store, plan, self._abandoned)
+
+    # --- retraction ---
+
+    def retract(self, request_id: str, engine_data: bytes = b"") -> RetractionHandle:
+        """Take a request off the device; its transfer is aborted, its checkpoints are dropped.
+
+        See :meth:`kvcore.retraction.retractor.Retractor.retract`.
+        """
+        self._let_go(request_id)
+        with self._poisoning(request_id):
+            return self._retractor.retract(request_id, engine_data)
+
+    def resume(self, handle: RetractionHandle) -> None:
+        """Bring a request back into new units. See :meth:`kvcore.retraction.retractor.Retractor.resume`."""
+        self._retractor.resume(handle)
+
+    def drop(self, handle: RetractionHandle) -> None:
+        """Forget a retracted request."""
+        self._retractor.drop(handle)
+
+    # --- transfer ---
+
+    def serve(self) -> SendSide:
+        """Offer requests of this cache to other processes; ``address`` of the result is what they connect to."""
+        manifest, config = self._manifest("sender"), self.config.transfer
+        side = SendSide.open(manifest, config, self._transport(), self.manager, self.store)
+        self._sides.append(side)
+        return side
+
+    def connect(self, addresses: str | Sequence[str]) -> ReceiveSide:
+        """Pull requests from the caches served at ``addresses``: one for every rank of one prefill engine, in any order.
+
+        Heads and layers are matched by their ids, whatever the two engines' degrees and stages are. Raises
+        HandshakeError for what cannot be converted, and for what no rank of the sender holds.
+        """
+        manifest, config = self._manifest("receiver"), self.config.transfer
+        poll = self._retractor.poll
+        side = ReceiveSide.open(addresses, manifest, config, self._transport(), self.manager, self.store, poll)
+        self._sides.append(side)
+        return side
+
+    def _abandoned(self, request_ids: Collection[str]) -> None:
+        for side in self._sides:
+            if isinstance(side, SendSide):
+                side.abandoned(request_ids)
+
+    def _over_budget(self) -> dict[str, Any] | None:
+        fraction = self.config.transfer.held_fraction
+        found = (side.over_budget(fraction) for side in self._sides if isinstance(side, SendSide))
+        return next((facts for facts in found if facts is not None), None)
+
+    def _let_go(self, request_id: str) -> None:
+        for side in self._sides:
+            side.let_go(request_id)
+
+    def _manifest(self, role: Literal["sender", "receiver"]) -> Manifest:
+        self.store.require_constants()
+        return Manifest(
+            instance=new_instance(),
+            role=role,
+            model=self.model.fingerprint(),
+            layouts=self.layouts,
+            units=self.capacity.units,
+            transport=self.config.transfer.transport,
+            shard=self.shard,
+            ranks=self.ranks,
+            constants={group: self.store.constants(group) for group in self.layouts},
+            checksum=self.config.transfer.checksum,
+        )
+
+    def _transport(self) -> Transport:
+        transport = self._registry.transport(self.config.transfer.transport, **self.config.transfer.options)
+        for layout in self.layouts.values():
+            transport.supports(self.config.cache.device, layout).require(
+                "transport cannot serve this pool", transport=transport.name, device=self.config.cache.device
+            )
+        return transport
+
+    # --- inspection, end ---
+
+    @contextmanager
+    def _poisoning(self, request_id: str) -> Iterator[None]:
+        """With ``poison_freed``: fill what a call frees of a request with 0xFF, so that a stale read shows."""
+        if not self.poison_freed:
+            yield
+            return
+        self.manager.get(request_id)
+        ranges = [(group, item.name) for group, layout in self.layouts.items() for item in layout.ranges]
+        before = {key: self.manager.free_units(*key) for key in ranges}
+        yield
+        for (group, name), units in before.items():
+            freed = np.setdiff1d(self.manager.free_units(group, name), units)
+            pool = self.store.pools[group]
+            pool.fill(freed, 0xFF, pool.components_of(name))
+
+    def explain(self) -> dict[str, tuple[KernelChoice, ...]]:
+        """By layer group: the kernel of each op, and why each other one was refused."""
+        return self.store.explain()
+
+    def stats(self) -> CacheStats:
+        """What is held now."""
+        arenas = self.store.arenas()
+        return CacheStats(
+            self.manager.stats(),
+            {name: arena.nbytes for name, arena in arenas.items()},
+            self._retractor.bytes_held,
+            self._retractor.stats(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every unit is accounted for."""
+        self.manager.check_integrity()
+
+    def close(self) -> None:
+        """Stop transfers, forget backups, give all memory back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for side in self._sides:
+            side.close()
+        self._retractor.close()
+        self.store.close()
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

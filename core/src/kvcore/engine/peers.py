@@ -1,0 +1,445 @@
+"""The two ends of a transfer, as an engine sees them: endpoint calls and the units behind them kept in step."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Generic, Self
+
+import numpy as np
+import zmq.auth
+
+from kvcore.config import TransferConfig
+from kvcore.contract import DONE, Fence, Transport
+from kvcore.engine.handover import EarlyLayers, Held
+from kvcore.errors import ConfigError, RequestError, TransferError, UnknownRequestError
+from kvcore.layout import Int64Array
+from kvcore.layout.moves import Bytes
+from kvcore.memory.store import Store
+from kvcore.requests.manager import Manager
+from kvcore.requests.payload import Payload
+from kvcore.requests.ranges import ManagedRange
+from kvcore.transfer.messages.manifest import Manifest
+from kvcore.transfer.session.base import (
+    EventT,
+    ReceiveDone,
+    ReceiveEvent,
+    ReceiveFailed,
+    ReceiveQuiet,
+    SendDone,
+    SendEvent,
+    SendFailed,
+    TransferOptions,
+)
+from kvcore.transfer.session.checksums import ReceiverChecksums, SenderChecksums
+from kvcore.transfer.wire.endpoint import CurveKeys, EndpointStats, ReceiverEndpoint, SenderEndpoint
+from kvcore.transfer.wire.loop import Endpoint
+
+__all__ = [
+    "ReceiveDone",
+    "ReceiveEvent",
+    "ReceiveFailed",
+    "ReceiveQuiet",
+    "ReceiveSide",
+    "SendDone",
+    "SendEvent",
+    "SendFailed",
+    "SendSide",
+]
+
+
+class _Side(ABC, Generic[EventT]):
+    """What both ends share: the endpoint, and events that reach the engine once their units are seen to."""
+
+    def __init__(self, link: Endpoint[EventT], transport: Transport, manager: Manager, store: Store) -> None:
+        self._link = link
+        self._transport = transport
+        self._manager = manager
+        self._store = store
+        self._queue: deque[EventT] = deque()
+
+    def events(self) -> list[EventT]:
+        """Take what has happened; the units of what is over are released, or ready to decode."""
+        self._drain()
+        taken = list(self._queue)
+        self._queue.clear()
+        return taken
+
+    def wait_event(self, timeout_s: float) -> bool:
+        """Wait until :meth:`events` has something; False when the time is over or the endpoint is closed."""
+        if not self._queue:
+            event = self._link.wait_event(timeout_s)
+            if event is not None:
+                self._take(event)
+        return bool(self._queue)
+
+    def stats(self) -> EndpointStats:
+        """Bytes and times so far."""
+        return self._link.stats()
+
+    def close(self) -> None:
+        """Abort what is under way and leave nothing behind. Idempotent."""
+        self._link.close()
+        self._drain()
+        self._transport.close()
+
+    def let_go(self, request_id: str) -> None:
+        """The engine takes a request away: end its transfer, if it is in one.
+
+        Holding its units is not enough: a fork may be their only owner now and write into them in place.
+        """
+        if self._moves(request_id):
+            # Over already, or an endpoint that has failed: either way it is never committed.
+            with contextlib.suppress(UnknownRequestError, TransferError):
+                self._abort(request_id, "its engine took it away")
+            self._disown(request_id)
+
+    def refuse_steps(self, request_ids: Iterable[str]) -> None:
+        """Raise RequestError for a request that must not be computed on now."""
+        for request_id in request_ids:
+            if self._frozen(request_id):
+                with contextlib.suppress(TransferError):  # an endpoint that has failed says so where it is used
+                    self._drain()
+            if self._frozen(request_id):
+                raise RequestError(
+                    "the request is in a transfer, nothing may be written to it",
+                    request=request_id,
+                    remedy="wait for its final event, or step a fork of it",
+                )
+
+    def refuse_rollback(self, request_id: str) -> None:
+        """Raise RequestError for a request in a transfer: what was sent of it must not be computed again differently."""
+        if self._moves(request_id):
+            with contextlib.suppress(TransferError):
+                self._drain()
+        if self._moves(request_id):
+            raise RequestError(
+                "the request is in a transfer, its tokens cannot be taken back",
+                request=request_id,
+                remedy="abort the transfer, or wait for its final event",
+            )
+
+    def _drain(self) -> None:
+        for event in self._link.events():
+            self._take(event)
+
+    def _take(self, event: EventT) -> None:
+        self._apply(event)
+        self._queue.append(event)
+
+    @abstractmethod
+    def _apply(self, event: EventT) -> None:
+        """See to the units that an event is about."""
+
+    @abstractmethod
+    def _moves(self, request_id: str) -> bool:
+        """Whether a request is in a transfer: begun, or being filled."""
+
+    @abstractmethod
+    def _frozen(self, request_id: str) -> bool:
+        """Whether bytes of a request must not change: it is offered to the end, or being filled."""
+
+    def _disown(self, request_id: str) -> None:
+        """The id may be in use again before the final event comes, which must not release the new request."""
+
+    @abstractmethod
+    def _abort(self, request_id: str, reason: str) -> None:
+        """Give a request up; its final event follows."""
+
+
+class SendSide(_Side[SendEvent]):
+    """Offers requests to the decode processes that connect. Calls are made by the engine's thread only.
+
+    The final event of a request (:class:`SendDone`, :class:`SendFailed`) releases it. An engine that wants to end it
+    earlier calls :meth:`abort`; releasing or retracting the request aborts its transfer too, and its units stay held until
+    that event.
+    """
+
+    def __init__(self, endpoint: SenderEndpoint, transport: Transport, manager: Manager, store: Store) -> None:
+        super().__init__(endpoint, transport, manager, store)
+        self._endpoint = endpoint
+        self._begun: dict[str, Held] = {}
+        self._totals: dict[str, int] = {}
+        self._early: dict[str, EarlyLayers] = {}
+        self._finished: set[str] = set()
+
+    @classmethod
+    def open(
+        cls, manifest: Manifest, config: TransferConfig, transport: Transport, manager: Manager, store: Store
+    ) -> Self:
+        """Register the arenas and start serving. Takes ownership of ``transport``, also when it fails."""
+        try:
+            record = transport.register(store.arenas())
+            manifest = manifest.serving(record)
+            endpoint = SenderEndpoint(
+                manifest,
+                bind=config.bind,
+                options=_options(config),
+                keys=_keys(config),
+                checksums=SenderChecksums(manifest, _arrays(store)) if config.checksum != "none" else None,
+            )
+        except BaseException:
+            transport.close()
+            raise
+        return cls(endpoint, transport, manager, store)
+
+    @property
+    def address(self) -> str:
+        """What decode processes connect to."""
+        return self._endpoint.address
+
+    def begin(self, request_id: str, num_tokens: int) -> None:
+        """Announce a request of ``num_tokens`` prompt tokens; asks for it are answered from now on.
+
+        Raises DuplicateRequestError while an earlier request of that id is not over.
+        """
+        self._drain()  # an event of an earlier request of this id must not release the new one
+        self._endpoint.begin(request_id, num_tokens)
+        self._totals[request_id] = num_tokens
+
+    def chunk_starts(self, request_id: str, *, last: bool) -> None:
+        """Say that a prefill chunk begins, so that bytes pulled before the last one can be counted."""
+        self._endpoint.note_chunk_start(request_id, last=last)
+
+    def offer(self, request_id: str, start: int, stop: int, *, last: bool = False, engine_data: bytes = b"") -> None:
+        """Offer the units that became final when tokens ``[start, stop)`` were computed and committed.
+
+        ``last`` ends the prompt and carries ``engine_data`` (at most 64 KiB) to the receiver's engine. Layers that
+        :meth:`offer_layers` has offered of this chunk are left out. Raises RequestError, with nothing offered, for
+        tokens that do not follow what was offered before.
+        """
+        early = self._early.get(request_id)
+        payloads = self._payloads(request_id, start, stop, last=last)
+        if early is not None:
+            early.check(request_id, start, stop, last=last)
+            payloads = early.rest(payloads, self._layers)
+        else:
+            self._hold(request_id, payloads)
+        self._endpoint.offer(request_id, start, stop, payloads, last=last, engine_data=engine_data)
+        self._early.pop(request_id, None)
+        if last:
+            self._finished.add(request_id)
+
+    def layerwise(self, request_id: str) -> bool:
+        """Whether offers of single layers serve anybody: a receiver asked, and its transport reads small pieces at no
+        loss (:class:`kvcore.contract.TransportTraits`). Worth asking once before a chunk."""
+        return self._endpoint.layerwise(request_id)
+
+    def offer_layers(
+        self, request_id: str, start: int, stop: int, layers: Collection[int], *, last: bool = False,
+        after: Fence = DONE,
+    ) -> None:  # fmt: skip
+        """Offer some layers of tokens ``[start, stop)``, stored but not committed yet, while the others are computed.
+
+        They are pulled at once. The chunk must be completed by :meth:`offer` of the same tokens, which offers the other
+        layers; a step that is abandoned instead aborts the transfer.
+
+        Args:
+            request_id, start, stop, last: as for the chunk's :meth:`offer`.
+            layers: storage layer ids, offered once a chunk.
+            after: fence of their stores; waited for.
+        """
+        early = self._early.get(request_id) or EarlyLayers(start, stop, last)
+        early.check(request_id, start, stop, last=last)
+        for layer in layers:
+            if layer in early.layers:
+                raise RequestError("a layer is offered twice", request=request_id, layer=layer)
+        wanted = set(layers)
+        chunk = self._payloads(request_id, start, stop, last=last)
+        payloads = [
+            payload.of_layers([layer for layer in self._layers(payload.group) if layer in wanted])
+            for payload in chunk
+            if payload.num_units and wanted & set(self._layers(payload.group))
+        ]
+        after.wait()
+        if request_id not in self._early:  # all units of the chunk at once: they are the same for every layer
+            self._hold(request_id, chunk)
+            self._early[request_id] = early
+        self._endpoint.offer(request_id, start, start, payloads)
+        early.layers |= wanted
+
+    def abandoned(self, request_ids: Collection[str]) -> None:
+        """A step of these requests came to nothing: what :meth:`offer_layers` has offered of it is not to be kept."""
+        for request_id in request_ids:
+            if request_id in self._early:
+                self.let_go(request_id)
+
+    def over_budget(self, fraction: float) -> dict[str, Any] | None:
+        """What finished prompts hold, where it is more than ``fraction`` of a unit range; None where it is not.
+
+        Prefill must not go on filling memory that decode processes are too slow, or too dead, to take over.
+        """
+        if self._finished:
+            with contextlib.suppress(TransferError):  # an endpoint that has failed says so where it is used
+                self._drain()
+        held: dict[ManagedRange, list[Int64Array]] = {}
+        for request_id in self._finished:
+            for part, ids in self._begun[request_id].units():
+                held.setdefault(part, []).append(ids)
+        for part, lists in held.items():
+            units = np.unique(np.concatenate(lists))
+            limit = int(fraction * part.allocator.capacity)
+            if len(units) > limit:
+                return {
+                    "group": part.budget.group,
+                    "range": part.budget.range,
+                    "held_units": len(units),
+                    "limit_units": limit,
+                    "prompts": len(self._finished),
+                }
+        return None
+
+    def _layers(self, group: str) -> tuple[int, ...]:
+        return self._store.pools[group].layout.layers
+
+    def _payloads(self, request_id: str, start: int, stop: int, *, last: bool) -> tuple[Payload, ...]:
+        return self._manager.payloads(request_id, start, stop, last=last, total=self._totals.get(request_id))
+
+    def _hold(self, request_id: str, payloads: Sequence[Payload]) -> None:
+        held = self._begun.get(request_id)
+        if held is None:
+            self._begun[request_id] = Held(self._manager, request_id, live_at=self._totals.get(request_id) or 0)
+        else:
+            held.add(payloads)
+
+    def abort(self, request_id: str, reason: str) -> None:
+        """Give a request up; its :class:`SendFailed` follows. Raises UnknownRequestError when it is over."""
+        self._abort(request_id, reason)
+
+    def _abort(self, request_id: str, reason: str) -> None:
+        self._endpoint.abort(request_id, reason)
+
+    def _moves(self, request_id: str) -> bool:
+        return request_id in self._totals
+
+    def _frozen(self, request_id: str) -> bool:
+        return request_id in self._finished and self._begun[request_id].live
+
+    def _disown(self, request_id: str) -> None:
+        del self._totals[request_id]
+
+    def _apply(self, event: SendEvent) -> None:
+        owned = self._totals.pop(event.request, None) is not None
+        self._early.pop(event.request, None)
+        self._finished.discard(event.request)
+        held = self._begun.pop(event.request, None)
+        if held is not None:
+            held.release(self._store)
+        elif owned and event.request in self._manager:  # admitted and not offered yet; else it has no units
+            self._manager.release(event.request)
+            self._store.invalidate(event.request)
+
+
+class ReceiveSide(_Side[ReceiveEvent]):
+    """Pulls requests from one prefill engine, from all of its ranks. Calls are made by the engine's thread only."""
+
+    def __init__(
+        self,
+        endpoint: ReceiverEndpoint,
+        transport: Transport,
+        manager: Manager,
+        store: Store,
+        before_admit: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(endpoint, transport, manager, store)
+        self._endpoint = endpoint
+        self._before_admit = before_admit
+        self._filling: dict[str, Held] = {}
+
+    @classmethod
+    def open(
+        cls,
+        addresses: str | Sequence[str],
+        manifest: Manifest,
+        config: TransferConfig,
+        transport: Transport,
+        manager: Manager,
+        store: Store,
+        before_admit: Callable[[], None] = lambda: None,
+    ) -> Self:
+        """Connect to every rank of the sender and shake hands. Takes ownership of ``transport``, also when it fails.
+
+        ``before_admit`` is called before units are allocated for a request: to give back those whose copies have ended.
+        """
+        try:
+            transport.register(store.arenas())
+            endpoint = ReceiverEndpoint(
+                addresses,
+                manifest,
+                transport,
+                options=_options(config),
+                keys=_keys(config),
+                checksums=ReceiverChecksums(manifest, _arrays(store)) if config.checksum != "none" else None,
+            )
+        except BaseException:
+            transport.close()
+            raise
+        return cls(endpoint, transport, manager, store, before_admit)
+
+    def ask(self, request_id: str, num_tokens: int) -> None:
+        """Allocate units for a prompt and pull it as it is computed.
+
+        Raises what ``admit`` raises (EmptyPromptError, PromptTooLongError, DuplicateRequestError, CapacityError) and
+        PeerLostError; nothing is held then. :class:`ReceiveDone` makes the request ready to decode.
+        """
+        self._drain()
+        self._before_admit()
+        self._manager.admit(request_id, num_tokens, external=True)
+        try:
+            tables = self._manager.destinations(request_id, num_tokens)
+            self._endpoint.ask(request_id, tables, 0, num_tokens)
+        except BaseException:
+            self._manager.release(request_id)
+            raise
+        self._filling[request_id] = Held(self._manager, request_id)
+
+    def abort(self, request_id: str, reason: str) -> None:
+        """Give a request up; its :class:`ReceiveFailed` follows once no read writes its units any more."""
+        self._abort(request_id, reason)
+
+    def _abort(self, request_id: str, reason: str) -> None:
+        self._endpoint.abort(request_id, reason)
+
+    def _moves(self, request_id: str) -> bool:
+        return request_id in self._filling
+
+    def _frozen(self, request_id: str) -> bool:
+        return request_id in self._filling and self._filling[request_id].live
+
+    def _apply(self, event: ReceiveEvent) -> None:
+        if isinstance(event, ReceiveDone):
+            self._filling.pop(event.request).fill(event.num_tokens)
+        elif isinstance(event, ReceiveQuiet) or (isinstance(event, ReceiveFailed) and event.quiet):
+            self._filling.pop(event.request).release(self._store)
+
+
+def _options(config: TransferConfig) -> TransferOptions:
+    return TransferOptions(
+        lease_s=config.lease_s,
+        heartbeat_s=config.heartbeat_s,
+        peer_timeout_s=config.peer_timeout_s,
+        ask_timeout_s=config.ask_timeout_s,
+        read_timeout_s=config.read_timeout_s,
+        quiesce_s=config.quiesce_s,
+        hello_timeout_s=config.hello_timeout_s,
+    )
+
+
+def _arrays(store: Store) -> dict[str, Bytes]:
+    """The arenas for checksums; raises UnsupportedError for memory the CPU cannot address."""
+    return {group: arena.array() for group, arena in store.arenas().items()}
+
+
+def _keys(config: TransferConfig) -> CurveKeys | None:
+    if not config.curve_certificate:
+        return None
+    try:
+        public, secret = zmq.auth.load_certificate(config.curve_certificate)
+        peer, _ = zmq.auth.load_certificate(config.curve_peer)
+    except (OSError, ValueError) as error:
+        raise ConfigError("cannot read a CURVE certificate", cause=str(error)) from error
+    if secret is None:
+        raise ConfigError("the certificate has no secret key", key="transfer.curve_certificate")
+    return CurveKeys(public, secret, peer)

@@ -1,0 +1,1 @@
+"""Device memory of one rank: pools, the batch of a step, and what kernels read and write."""

@@ -1,0 +1,183 @@
+"""Checks of a format's values: encode and decode in real, poisoned memory, through the kernels that would serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from kvcore.contract import DONE, Format
+from kvcore.layout import Layout
+from kvcore.spec import LayerGroup
+from kvcore.testing.formats.base import FormatBase
+from kvcore.testing.harness import View, make_rows
+from kvcore.testing.memory import ITEM_BYTES, POISON, Bytes
+
+Elements = Mapping[tuple[str, str], torch.Tensor]
+
+
+def raw_elements(elements: Elements) -> dict[tuple[str, str], Bytes]:
+    """Encoded elements as bytes ``[T, *axes, item size]``."""
+    return {
+        key: values.contiguous().view(torch.uint8).reshape(*values.shape, -1).numpy()
+        for key, values in elements.items()
+    }
+
+
+class FormatBytes(FormatBase):
+    """Values and bytes."""
+
+    @pytest.fixture
+    def rows(self, held: LayerGroup) -> dict[str, torch.Tensor]:
+        """Seven tokens of every tensor."""
+        return make_rows(held, 7, torch.Generator().manual_seed(7))
+
+    def test_encodes_every_field(self, layout: Layout, kv_format: Format, rows: dict[str, torch.Tensor]) -> None:
+        """One element for every place of every data field, in its dtype, and nothing besides."""
+        raw = raw_elements(kv_format.encode(layout, rows))
+        want = {(r.name, f.name): f for r in layout.moving_regions for f in r.data_fields}
+        assert set(raw) == set(want)
+        for key, field in want.items():
+            shape = [axis.size for axis in field.axes if axis.name != "slot"]
+            assert list(raw[key].shape) == [7, *shape, ITEM_BYTES[field.dtype]], key
+
+    def test_decodes_what_it_encodes(
+        self, layout: Layout, held: LayerGroup, kv_format: Format, rows: dict[str, torch.Tensor]
+    ) -> None:
+        """Every tensor comes back, within ``max_error``, in the dtype asked for."""
+        for dtype in (torch.float32, torch.bfloat16):
+            back = kv_format.decode(layout, kv_format.encode(layout, rows), dtype)
+            assert set(back) == {tensor.name for tensor in held.tensors}
+            for name, values in rows.items():
+                assert back[name].dtype == dtype
+                assert back[name].shape == values.shape
+                error = (back[name].float() - values).abs().max() / values.abs().max()
+                assert float(error) <= self.max_error, name
+
+    def test_tokens_are_encoded_apart(self, layout: Layout, kv_format: Format, rows: dict[str, torch.Tensor]) -> None:
+        """What else is in the batch changes no byte of a token; an empty batch encodes to nothing."""
+        together = raw_elements(kv_format.encode(layout, rows))
+        for token in (0, 6):
+            alone = raw_elements(kv_format.encode(layout, {n: v[token : token + 1] for n, v in rows.items()}))
+            for key in together:
+                np.testing.assert_array_equal(alone[key][0], together[key][token])
+        nothing = kv_format.encode(layout, {name: values[:0] for name, values in rows.items()})
+        assert all(values.shape[0] == 0 for values in nothing.values())
+
+    def test_low_precision_rows(self, layout: Layout, kv_format: Format, rows: dict[str, torch.Tensor]) -> None:
+        """A model in bf16 stores what its values are in fp32."""
+        low = {name: values.to(torch.bfloat16) for name, values in rows.items()}
+        got = raw_elements(kv_format.encode(layout, low))
+        want = raw_elements(kv_format.encode(layout, {name: values.float() for name, values in low.items()}))
+        for key in want:
+            np.testing.assert_array_equal(got[key], want[key])
+
+    def test_zero_bytes_are_zero(self, layout: Layout, held: LayerGroup, kv_format: Format) -> None:
+        """Memory that was never written holds zeros, and reads as exactly 0."""
+        zeros = {
+            key: torch.zeros_like(values)
+            for key, values in kv_format.encode(layout, make_rows(held, 2, torch.Generator().manual_seed(1))).items()
+        }
+        for name, values in kv_format.decode(layout, zeros, torch.float32).items():
+            assert not values.any(), name
+
+    def test_stores_the_bytes_it_declares(self, view: View, kv_format: Format) -> None:
+        """After a store through the chosen kernel, every declared address holds the reference's element."""
+        tokens = 2 * self.page_size + 3
+        view.cache.admit("a", tokens)
+        stored = view.write("a", tokens, seed=1)
+        table = view.tables("a")[view.range]
+        arena = view.arena
+        for layer, rows in stored.items():
+            raw = raw_elements(kv_format.encode(view.layout, rows))
+            for region in view.layout.moving_regions:
+                for field in region.data_fields:
+                    for token in (0, self.page_size - 1, self.page_size, tokens - 1):
+                        unit, slot = table[token // self.page_size], token % self.page_size
+                        where = view.map.element(layer, region.name, field, unit, slot)
+                        np.testing.assert_array_equal(
+                            arena[where], raw[region.name, field.name][token], f"{region.name}.{field.name} of {token}"
+                        )
+
+    def test_loads_what_it_stored(self, view: View, kv_format: Format) -> None:
+        """The chosen kernels decode what the reference decodes, whatever the order of the slots."""
+        tokens = 2 * self.page_size + 3
+        view.cache.admit("a", tokens)
+        stored = view.write("a", tokens, seed=2)
+        order = torch.randperm(tokens, generator=torch.Generator().manual_seed(3))
+        slots = view.slots("a", 0, tokens)[order]
+        for layer, rows in stored.items():
+            want = kv_format.decode(view.layout, kv_format.encode(view.layout, rows), torch.float32)
+            for name, values in view.load(layer, slots).items():
+                torch.testing.assert_close(values, want[name][order], rtol=0, atol=0, msg=name)
+
+    def test_touches_nothing_else(self, view: View) -> None:
+        """A store changes the units of its request and no other byte; null units stay zero."""
+        before = view.arena.copy()
+        view.cache.admit("a", self.page_size + 1)
+        view.write("a", self.page_size + 1, seed=3)
+        mine = np.zeros(view.arena.nbytes, bool)
+        for name, units in view.tables("a").items():
+            for region in view.layout.regions:
+                if name in region.ranges:
+                    for layer in view.layout.layers:
+                        for unit in units:
+                            mine[view.map.unit(layer, region.name, unit)] = True
+        np.testing.assert_array_equal(view.arena[~mine], before[~mine])
+        assert not view.arena[view.null_bytes()].any(), "a null unit was written"
+
+    def test_unwritten_slots_are_zero(self, view: View) -> None:
+        """Slots of a recycled page that nobody wrote read as exactly 0, though the page was full of 0xFF."""
+        view.cache.admit("old", 3 * self.page_size)
+        view.write("old", 3 * self.page_size, seed=4)
+        view.cache.release("old")
+        view.poison()
+        view.cache.admit("a", self.page_size)
+        view.write("a", 3, seed=5)
+        slots = view.slots("a", 3, self.page_size)
+        for layer in view.layout.layers:
+            for name, values in view.load(layer, slots).items():
+                assert not values.any(), f"{name} of layer {layer}"
+
+    def test_dropped_rows(self, view: View) -> None:
+        """Rows marked invalid write no byte; slot −1 reads as 0 and never as the last slot of the pool."""
+        view.cache.admit("a", self.page_size)
+        view.write("a", 2, seed=6)
+        before = view.arena.copy()
+        view.write("a", 4, seed=7, valid=torch.zeros(4, dtype=torch.bool))
+        assert not view.arena[view.arena != before].any(), "a dropped row was written"  # fresh pages are zeroed
+        slots = torch.tensor([-1, int(view.slots("a", 1, 2)), -1])
+        for layer in view.layout.layers:
+            for name, values in view.load(layer, slots).items():
+                assert not values[[0, 2]].any(), name
+                assert values[1].any(), name
+
+    def test_released_rows(self, view: View) -> None:
+        """A request that is released inside a step writes nothing more: its slots are −1."""
+        view.cache.admit("a", self.page_size)
+        with view.cache.begin([("a", 4)]) as step:
+            view.cache.release("a")
+            view.poison()
+            for layer in view.layout.layers:
+                step.store(layer, view.rows(4, 8, layer)).wait()
+            step.commit()
+        null = view.null_bytes()
+        assert not view.arena[null].any(), "a null unit was written"
+        view.arena[null] = view.arena[view.constant_bytes()] = POISON
+        assert (view.arena == POISON).all()
+
+    def test_copies_whole_units(self, view: View) -> None:
+        """``copy_units`` copies every byte of every layer and region, and nothing else."""
+        item = view.layout.ranges[0].name
+        view.arena[:] = np.random.default_rng(9).integers(0, 256, view.arena.nbytes, np.uint8)
+        before = view.arena.copy()
+        table = view.cache.store.tables[view.group.prefix]
+        table.copy_units(item, torch.tensor([2, 5]), torch.tensor([7, 4]), DONE).wait()
+        regions = [r.name for r in view.layout.regions if item in r.ranges]
+        for src, dst in ((2, 7), (5, 4)):
+            for layer in view.layout.layers:
+                for name in regions:
+                    before[view.map.unit(layer, name, dst)] = before[view.map.unit(layer, name, src)]
+        np.testing.assert_array_equal(view.arena, before)

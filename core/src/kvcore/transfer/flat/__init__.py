@@ -1,0 +1,1 @@
+"""Transports that read plain ranges of bytes: staging, and the moves applied locally."""

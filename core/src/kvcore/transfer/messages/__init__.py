@@ -1,0 +1,1 @@
+"""What peers tell each other: manifests and control messages."""

@@ -1,0 +1,189 @@
+"""What a receiver remembers of an ask, and what it has to read for an offer (no I/O)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.contract import ReadHandle, ReadJob
+from kvcore.errors import KVCoreError, LayoutError, ProtocolError, RequestError, TransferError
+from kvcore.layout import Int64Array
+from kvcore.requests.payload import Payload
+from kvcore.transfer.messages import control
+from kvcore.transfer.session.base import add_bytes
+from kvcore.transfer.session.plan import PeerPlan
+
+
+@dataclass(frozen=True)
+class Pull:
+    """What to read for an offer.
+
+    Attributes:
+        jobs: the reads.
+        nbytes: logical bytes by component.
+        units: the sender's units among it.
+        landed: the units they land in, in the same order.
+    """
+
+    jobs: tuple[ReadJob, ...]
+    nbytes: dict[str, int]
+    units: tuple[Payload, ...]
+    landed: tuple[Payload, ...]
+
+
+@dataclass
+class Read:
+    """One offer being pulled."""
+
+    offer: control.Offer
+    handle: ReadHandle
+    nbytes: dict[str, int]
+    started_at: float
+
+
+@dataclass
+class Incoming:
+    """One ask that is not over.
+
+    Attributes:
+        missing: by ``(group, range, component)``, which units of which layers have still to be offered.
+        units, landed: what was read so far, where checksums are configured (see :class:`Pull`).
+        commit: the sender's; accepted once every rank of the sender has committed.
+    """
+
+    request: str
+    attempt: int
+    start: int
+    stop: int
+    tables: dict[tuple[str, str], Int64Array]
+    missing: dict[tuple[str, str, str], npt.NDArray[np.bool_]]
+    next_seq: int = 0
+    tokens: int = 0
+    complete: bool = False
+    reads: list[Read] = field(default_factory=list)
+    nbytes: dict[str, int] = field(default_factory=dict)
+    units: list[Payload] = field(default_factory=list)
+    landed: list[Payload] = field(default_factory=list)
+    asked_commit_at: float | None = None
+    commit: control.Commit | None = None
+    error: KVCoreError | None = None
+    failed_at: float = 0.0
+
+    @property
+    def nothing(self) -> bool:
+        """Nothing is read from this rank of the sender."""
+        return self.start == self.stop
+
+
+def check_tables(
+    plan: PeerPlan, request: str, tables: Mapping[tuple[str, str], Int64Array], *, complete: bool
+) -> tuple[dict[tuple[str, str], Int64Array], dict[tuple[str, str, str], npt.NDArray[np.bool_]]]:
+    """Check an ask's tables; return copies of them, and by ``(group, range, component)`` what must arrive.
+
+    What must arrive is bool ``[layers taken from this sender, units]``. Raises RequestError for forgotten or foreign
+    ranges, foreign or null units, and a unit named twice.
+    """
+    known = dict(plan.ranges())
+    if not set(tables) <= set(known) or (complete and set(tables) != set(known)):
+        raise RequestError(
+            "tables do not name the ranges of the cache",
+            request=request,
+            expected=sorted(known),
+            got=sorted(tables),
+        )
+    taken, missing = {}, {}
+    for key, table in tables.items():
+        taken[key] = np.array(table, np.int64, copy=True).reshape(-1)
+        try:
+            plan.check_destination(*key, taken[key])
+        except LayoutError as error:
+            raise RequestError(error.message, request=request, **error.fields) from error
+        for component in known[key]:
+            missing[*key, component] = np.tile(taken[key] >= 0, (len(plan.layers[key[0]]), 1))
+    return taken, missing
+
+
+def check_offer(record: Incoming, offer: control.Offer) -> None:
+    """Raise ProtocolError for an offer that does not follow the one before, or goes beyond the ask."""
+    if record.complete or offer.seq != record.next_seq or offer.start != record.tokens or offer.stop < offer.start:
+        raise ProtocolError(
+            "offers do not follow one another", request=record.request, seq=offer.seq, start=offer.start,
+            stop=offer.stop, expected_seq=record.next_seq, expected_start=record.tokens, complete=record.complete,
+        )  # fmt: skip
+    if offer.stop > record.stop or (offer.last and offer.stop != record.stop):
+        raise ProtocolError("offer does not fit the ask", request=record.request, expected=record.stop, got=offer.stop)
+
+
+def check_complete(plan: PeerPlan, record: Incoming) -> None:
+    """Raise TransferError, naming component and layers, where the sender did not offer everything asked for."""
+    for (group, range_name, component), lacking in record.missing.items():
+        if lacking.any():
+            units = np.flatnonzero(lacking.any(axis=0))
+            raise TransferError(
+                "the sender did not offer every unit asked for", request=record.request, group=group,
+                range=range_name, component=component, first_missing=int(units[0]), missing=int(units.size),
+                layers=[layer for layer, row in zip(plan.layers[group], lacking, strict=True) if row.any()],
+            )  # fmt: skip
+
+
+def check_commit(record: Incoming, commit: control.Commit) -> None:
+    """Raise ProtocolError for a commit that nobody asked for, or of something else than what was pulled."""
+    got = (commit.num_tokens, commit.num_offers, commit.nbytes)
+    expected = (record.stop, record.next_seq, record.nbytes)
+    if record.asked_commit_at is None or got != expected:
+        raise ProtocolError("commit does not match what was pulled", request=record.request, expected=expected, got=got)
+
+
+def pull_of(plan: PeerPlan, record: Incoming, offer: control.Offer) -> Pull:
+    """What to read for an offer.
+
+    Raises ProtocolError for names and units that are not in the manifests, not in the ask, or offered before.
+    """
+    merged: dict[tuple[str, str, int, bytes, tuple[int, ...]], tuple[str, ...]] = {}
+    for payload in offer.payloads:
+        key = (payload.group, payload.range, payload.first, payload.units, payload.layers)
+        merged[key] = merged.get(key, ()) + payload.components
+    jobs: list[ReadJob] = []
+    nbytes: dict[str, int] = {}
+    units, landed = [], []
+    for (group, range_name, first, ids, layers), offered in merged.items():
+        components, programs = plan.split(group, range_name, offered, layers)
+        source = np.frombuffer(ids, "<i8").astype(np.int64, copy=False)
+        if components:
+            plan.check_source(group, range_name, components, source)
+        table = record.tables.get((group, range_name))
+        if table is None or not components or not source.size or record.nothing:
+            continue
+        if first + source.size > table.size:
+            raise ProtocolError(
+                "offer of units beyond the ask", request=record.request, group=group, range=range_name,
+                expected=table.size, got=first + source.size,
+            )  # fmt: skip
+        span = slice(first, first + source.size)
+        wanted = table[span] >= 0
+        rows = [row for row, layer in enumerate(plan.layers[group]) if not layers or layer in layers]
+        for component in components:
+            lacking = record.missing[group, range_name, component]
+            if not lacking[rows, span][:, wanted].all():
+                raise ProtocolError("a unit is offered twice", request=record.request, group=group, range=range_name)
+            lacking[rows, span] = False
+        destination = table[span][wanted]
+        if not destination.size or not rows:
+            continue
+        units.append(Payload.of(group, range_name, components, first, source[wanted], layers))
+        landed.append(Payload.of(group, range_name, components, first, destination, layers))
+        for program in programs:
+            jobs.append(ReadJob(group, program, source[wanted], destination))
+            add_bytes(nbytes, {n: size * int(destination.size) for n, size in program.unit_bytes.items() if size})
+    return Pull(tuple(jobs), nbytes, tuple(units), tuple(landed))
+
+
+def terminal(handle: ReadHandle) -> bool:
+    """Whether a read has ended, one way or the other."""
+    try:
+        return handle.poll()
+    except TransferError:
+        return True

@@ -1,0 +1,514 @@
+"""A receiver's conversation with one rank of a sender: a pure state machine over a :class:`PeerConnection` (no threads).
+
+It asks, pulls every offer into the units it was given, and accepts only what is committed. Each ask ends in exactly one
+``ReceiveDone`` or ``ReceiveFailed``; a failure is reported once no read writes its units any more. How a receiver joins
+the conversations with all ranks of a sender: :mod:`kvcore.transfer.session.joined`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import structlog
+
+from kvcore.contract import PeerConnection
+from kvcore.errors import (
+    DuplicateRequestError,
+    HandshakeError,
+    KVCoreError,
+    PeerLostError,
+    ProtocolError,
+    RequestError,
+    TransferAbortedError,
+    TransferError,
+    TransferExpiredError,
+    UnknownRequestError,
+)
+from kvcore.layout import Int64Array
+from kvcore.requests.payload import Payload
+from kvcore.transfer.messages import control
+from kvcore.transfer.messages.manifest import Manifest, check_peers, check_protocol, decode_manifest
+from kvcore.transfer.session.base import (
+    Clock,
+    Peer,
+    ReceiveDone,
+    ReceiveEvent,
+    ReceiveFailed,
+    ReceiveProgress,
+    ReceiveQuiet,
+    Session,
+    TransferOptions,
+    add_bytes,
+    left,
+)
+from kvcore.transfer.session.checksums import pack_sources
+from kvcore.transfer.session.incoming import (
+    Incoming,
+    Read,
+    check_commit,
+    check_complete,
+    check_offer,
+    check_tables,
+    pull_of,
+    terminal,
+)
+from kvcore.transfer.session.plan import PeerPlan
+
+_log = structlog.get_logger("kvcore.transfer.receiver")
+
+SENDER: Peer = b""
+"""A receiver has one peer."""
+
+
+class Checks(Protocol):
+    """Holds what arrived against the checksums of a commit, see :class:`kvcore.transfer.session.checksums.ReceiverChecksums`."""
+
+    def check(self, plan: PeerPlan, landed: Sequence[Payload], checksums: Mapping[str, int], request: str) -> None: ...
+
+
+class ReceiverSession(Session[ReceiveEvent]):
+    """Pulls requests from one rank of a sender.
+
+    It can ask once it was welcomed *and* given its plan (:meth:`use`), which takes the manifests of all ranks. A request
+    that is done stays here until :meth:`accept`: only then is the sender told that it may let go.
+
+    Args:
+        manifest: of this process.
+        connect: opens the transport connection named by the sender's endpoint record.
+        clock, options: time.
+        checksums: checks what arrived before a request is done; needed where the manifest says so.
+
+    Attributes:
+        remote: the sender's manifest, once welcomed.
+        plan: what is taken from it.
+        failure: why the conversation is over.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        connect: Callable[[bytes], PeerConnection],
+        *,
+        clock: Clock = time.monotonic,
+        options: TransferOptions | None = None,
+        checksums: Checks | None = None,
+    ) -> None:
+        super().__init__(manifest.instance, clock, options or TransferOptions())
+        self.manifest = manifest
+        self.connection: PeerConnection | None = None
+        self.remote: Manifest | None = None
+        self.plan: PeerPlan | None = None
+        self.failure: TransferError | None = None
+        self._connect = connect
+        self._checksums = checksums
+        self._layerwise = False
+        self._sender = ""
+        self._heard_at = self._sent_at = clock()
+        self._attempts = 0
+        self._requests: dict[str, Incoming] = {}
+        self._orphans: list[tuple[Incoming, list[Read]]] = []
+        self.bytes_read = 0
+        self.copy_seconds = 0.0
+
+    # --- the engine's calls ---
+
+    @property
+    def connected(self) -> bool:
+        """Whether the hello was accepted on both sides and the sender is not lost."""
+        return self.plan is not None and self.failure is None
+
+    def hello(self) -> None:
+        """Start the conversation."""
+        self._heard_at = self._clock()
+        self._post(
+            control.Hello(src=self.instance, dst="", protocol=self.manifest.protocol, manifest=self.manifest.encode())
+        )
+
+    def use(self, plan: PeerPlan, *, layerwise: bool = False) -> None:
+        """Reach the sender's memory; requests can be asked for from now on.
+
+        Args:
+            plan: what is taken from this sender.
+            layerwise: whether offers of single layers are welcome.
+
+        Raises what the transport's ``connect`` raises.
+        """
+        self.connection = self._connect(plan.remote.endpoint)
+        self.plan = plan
+        self._layerwise = layerwise
+        if self.manifest.checksum != "none":
+            self._post(control.Taken(**self._address(), groups=pack_sources(plan.sources)))
+
+    def ask(self, request: str, tables: Mapping[tuple[str, str], Int64Array], start: int, stop: int) -> int:
+        """Ask for tokens ``[start, stop)`` of a request; returns the attempt number.
+
+        Args:
+            request: its id; the sender may begin it before or after.
+            tables: per ``(group, range)``, the destination unit of every logical unit, ``int64 [logical units]``; −1
+                where it is not wanted (already here, or dead). Everything else must arrive, or the request fails. All
+                ranges are named, unless ``start == stop``: then nothing is pulled and the tables may be empty.
+            start: tokens already here; only decides how much must be covered.
+            stop: length of the prompt.
+
+        Raises PeerLostError without a sender, DuplicateRequestError, RequestError; nothing is sent on error.
+        """
+        control.check_request_id(request)
+        if self.plan is None or self.failure is not None:
+            raise PeerLostError(
+                "not connected to a sender", request=request, cause=str(self.failure or "no hello yet"),
+                remedy="connect again",
+            )  # fmt: skip
+        if request in self._requests:
+            raise DuplicateRequestError("request is being received already", request=request)
+        if not 0 <= start <= stop:
+            raise RequestError("not a token range", request=request, start=start, stop=stop)
+        taken, missing = check_tables(self.plan, request, tables, complete=start < stop)
+        self._attempts += 1
+        self._requests[request] = Incoming(request, self._attempts, start, stop, taken, missing)
+        self._post(
+            control.Ask(
+                **self._address(),
+                request=request,
+                attempt=self._attempts,
+                start=start,
+                stop=stop,
+                layerwise=self._layerwise,
+            )
+        )
+        return self._attempts
+
+    def accept(self, request: str) -> None:
+        """Let the sender go: a request that is done is kept. Raises UnknownRequestError where it is not done here."""
+        record = self._requests.get(request)
+        if record is None or record.commit is None or record.error is not None:
+            raise UnknownRequestError("request is not done", request=request)
+        del self._requests[request]
+        self._post(control.Ack(**self._address(), request=record.request, attempt=record.attempt))
+
+    def abort(self, request: str, reason: str) -> None:
+        """Give a request up: ``ReceiveFailed`` follows once its reads are quiet.
+
+        Raises UnknownRequestError where it is not being received; aborting one that is failing already does nothing.
+        """
+        self.fail(request, TransferAbortedError(f"aborted by the receiver: {reason}", request=request))
+
+    def fail(self, request: str, error: KVCoreError) -> None:
+        """:meth:`abort` for a reason that has a type of its own."""
+        record = self._requests.get(request)
+        if record is None:
+            raise UnknownRequestError("request is not being received", request=request)
+        self._fail(record, error)
+
+    def has(self, request: str) -> bool:
+        """Whether a request is asked for and not over."""
+        return request in self._requests
+
+    def requests(self) -> tuple[tuple[str, int], ...]:
+        """``(request, attempt)`` of what is asked for and not over."""
+        return tuple((record.request, record.attempt) for record in self._requests.values())
+
+    @property
+    def reads_in_flight(self) -> int:
+        """Reads that are not terminal."""
+        active = sum(len(record.reads) for record in self._requests.values())
+        return active + sum(len(reads) for _, reads in self._orphans)
+
+    # --- the wire ---
+
+    def handle(self, peer: Peer, message: control.AnyMessage) -> None:
+        """Handle one message. Nothing the sender sends raises: requests fail, typed."""
+        if self.failure is not None or message.dst not in (self.instance, ""):
+            return
+        if isinstance(message, control.Welcome):
+            self._welcome(message)
+            return
+        if isinstance(message, control.Refused):
+            self._end(_handshake_error(message.error.unpack()))
+            return
+        if isinstance(message, control.Bye):
+            self._end(left(message, self._sender))
+            return
+        if self.remote is None or message.src != self._sender:
+            _log.warning("message of another instance refused", expected=self._sender, got=message.src)
+            return
+        self._heard_at = self._clock()
+        match message:
+            case control.Heartbeat():
+                pass
+            case control.Offer() | control.Commit() | control.Expired() | control.Abort():
+                record = self._requests.get(message.request)
+                if record is not None and record.attempt == message.attempt and record.error is None:
+                    self._about(record, message)
+            case _:
+                self.broken(peer, ProtocolError("message is not for a receiver", type=type(message).__name__))
+
+    def broken(self, peer: Peer, error: ProtocolError) -> None:
+        """Handle what could not be decoded: it fails the attempt it was about, else the whole conversation."""
+        _log.warning("bad control message", error=error.as_dict())
+        request, attempt = error.fields.get("request"), error.fields.get("attempt")
+        record = self._requests.get(request) if isinstance(request, str) else None
+        if record is not None and record.attempt == attempt:
+            self._fail(record, error)
+        else:
+            self._end(error, tell=True)
+
+    def refused(self, error: HandshakeError) -> None:
+        """The wire says that the sender will not talk to this process."""
+        if self.failure is None:
+            self._end(error)
+
+    def lost(self, reason: str) -> None:
+        """The wire says that the sender is gone."""
+        if self.failure is None:
+            self._end(PeerLostError(f"sender lost: {reason}", instance=self._sender))
+
+    def tick(self) -> None:
+        """Let time pass and look at the reads under way. Call at least once a heartbeat, and whenever one may be done."""
+        alive = self.connection is None or self.connection.alive()  # first: it resets what says that a read has ended
+        self._poll_reads()
+        now, options = self._clock(), self.options
+        if self.failure is None:
+            if not alive:
+                self.lost("its connection was closed")
+            elif self.remote is not None and now - self._heard_at > options.peer_timeout_s:
+                self.lost(f"silent for {options.peer_timeout_s} s")
+            elif self.remote is None and now - self._heard_at > options.hello_timeout_s:
+                self._end(
+                    HandshakeError("no answer to the hello", hello_timeout_s=options.hello_timeout_s,
+                                   remedy="check the address, the CURVE keys, and that the sender runs")
+                )  # fmt: skip
+            elif self.remote is not None and now - self._sent_at >= options.heartbeat_s:
+                self._heartbeat(now)
+        for record in list(self._requests.values()):
+            if record.error is not None:
+                self._settle(record)
+
+    def close(self, reason: str = "receiver closed") -> None:
+        """Fail everything and say goodbye. Requests with reads in flight end as these do (``tick``). Idempotent."""
+        if self.failure is None:
+            for record in list(self._requests.values()):
+                self._fail(record, TransferAbortedError(reason, request=record.request))
+            self._end(PeerLostError(reason, instance=self.instance), tell=True)
+
+    def leave(self, error: KVCoreError) -> None:
+        """End the conversation and say why. Requests with reads in flight end as these do (``tick``). Idempotent."""
+        if self.failure is None:
+            self._end(error, tell=True)
+
+    def give_up_reads(self) -> None:
+        """Report every request whose reads are still not terminal as failed and not quiet."""
+        for record in list(self._requests.values()):
+            if record.error is not None:
+                self._report(record, quiet=not record.reads)
+
+    # --- inside ---
+
+    def _address(self) -> dict[str, str]:
+        return {"src": self.instance, "dst": self._sender}
+
+    def _post(self, message: control.AnyMessage) -> None:
+        self._sent_at = self._clock()
+        self._outbox.append((SENDER, message))
+
+    def _heartbeat(self, now: float) -> None:
+        renew = []
+        for record in self._requests.values():
+            if record.error is not None:
+                continue
+            if record.asked_commit_at is not None and record.commit is None:
+                self._ask_commit(record)
+            if all(now - read.started_at < self.options.read_timeout_s for read in record.reads):
+                renew.append(control.Renewal(record.request, record.attempt))
+        self._post(control.Heartbeat(**self._address(), renew=tuple(renew)))
+
+    def _welcome(self, message: control.Welcome) -> None:
+        if self.remote is not None:
+            return
+        try:
+            check_protocol(self.manifest.protocol, message.protocol)
+            remote = decode_manifest(message.manifest)
+            if remote.instance != message.src:
+                raise ProtocolError("welcome of another instance", expected=message.src, got=remote.instance)
+            check_peers(self.manifest, remote)
+        except KVCoreError as error:
+            self._sender = message.src
+            self._end(error, tell=True)
+            return
+        self._sender = message.src
+        self._heard_at = self._clock()
+        self.remote = remote
+
+    def _about(
+        self, record: Incoming, message: control.Offer | control.Commit | control.Expired | control.Abort
+    ) -> None:
+        try:
+            match message:
+                case control.Offer():
+                    self._offered(record, message)
+                case control.Commit():
+                    self._committed(record, message)
+                case control.Expired():
+                    self._fail(
+                        record,
+                        TransferExpiredError("the sender no longer holds the request", request=record.request),
+                        tell=False,
+                    )
+                case control.Abort():
+                    self._fail(record, message.error.unpack(), tell=False)
+        except TransferError as error:
+            self._fail(record, error)
+
+    def _offered(self, record: Incoming, offer: control.Offer) -> None:
+        check_offer(record, offer)
+        assert self.plan is not None
+        assert self.connection is not None
+        pull = pull_of(self.plan, record, offer)
+        record.next_seq += 1
+        record.tokens = offer.stop
+        record.complete = offer.last
+        if self._checksums is not None:
+            record.units += pull.units
+            record.landed += pull.landed
+        if pull.jobs:
+            handle = self.connection.read(pull.jobs)
+            record.reads.append(Read(offer, handle, pull.nbytes, self._clock()))
+        else:
+            self._landed(record, offer, {})
+        self._maybe_ask_commit(record)
+
+    def _landed(self, record: Incoming, offer: control.Offer, nbytes: dict[str, int]) -> None:
+        add_bytes(record.nbytes, nbytes)
+        self._post(
+            control.Pulled(
+                **self._address(), request=record.request, attempt=record.attempt, seq=offer.seq, nbytes=nbytes
+            )
+        )
+        self._events.append(ReceiveProgress(record.request, record.attempt, offer.start, offer.stop))
+
+    def _poll_reads(self) -> None:
+        for record in list(self._requests.values()):
+            before = len(record.reads)
+            for read in list(record.reads):
+                self._poll_read(record, read)
+            if before and not record.reads:
+                if record.error is not None:
+                    self._settle(record)
+                else:
+                    self._maybe_ask_commit(record)
+        for orphan in list(self._orphans):
+            record, reads = orphan
+            reads[:] = [read for read in reads if not terminal(read.handle)]
+            if not reads:
+                self._orphans.remove(orphan)
+                self._events.append(ReceiveQuiet(record.request, record.attempt))
+
+    def _poll_read(self, record: Incoming, read: Read) -> None:
+        try:
+            if not read.handle.poll():
+                return
+        except TransferError as error:
+            record.reads.remove(read)
+            self._fail(record, error)
+            return
+        record.reads.remove(read)
+        self.bytes_read += sum(read.nbytes.values())
+        self.copy_seconds += read.handle.seconds
+        if record.error is not None:
+            return
+        self._landed(record, read.offer, read.nbytes)
+
+    def _maybe_ask_commit(self, record: Incoming) -> None:
+        if not record.complete or record.reads or record.asked_commit_at is not None:
+            return
+        assert self.plan is not None
+        try:
+            check_complete(self.plan, record)
+        except TransferError as error:
+            self._fail(record, error)
+            return
+        self._ask_commit(record)
+
+    def _ask_commit(self, record: Incoming) -> None:
+        record.asked_commit_at = self._clock()
+        self._post(
+            control.PulledAll(
+                **self._address(),
+                request=record.request,
+                attempt=record.attempt,
+                nbytes=record.nbytes,
+                units=tuple(record.units),
+            )
+        )
+
+    def _committed(self, record: Incoming, commit: control.Commit) -> None:
+        if record.commit is not None:
+            return  # the answer to a report that was repeated
+        check_commit(record, commit)
+        if self._checksums is not None:
+            assert self.plan is not None
+            self._checksums.check(self.plan, record.landed, commit.checksums, record.request)
+        record.commit = commit
+        self._events.append(
+            ReceiveDone(
+                record.request,
+                record.attempt,
+                record.stop,
+                record.nbytes,
+                commit.engine_data,
+                commit.pulled_early_bytes,
+            )
+        )
+
+    def _fail(self, record: Incoming, error: KVCoreError, *, tell: bool = True) -> None:
+        if record.error is not None:
+            return
+        record.error = error
+        record.failed_at = self._clock()
+        if tell and self.failure is None:
+            self._post(
+                control.Abort(
+                    **self._address(),
+                    request=record.request,
+                    attempt=record.attempt,
+                    error=control.WireError.of(error),
+                )
+            )
+        self._settle(record)
+
+    def _settle(self, record: Incoming) -> None:
+        """Report a failed request once its reads are quiet, or once they had their time."""
+        if self._requests.get(record.request) is not record:
+            return  # reported already
+        if not record.reads:
+            self._report(record, quiet=True)
+        elif self._clock() - record.failed_at >= self.options.quiesce_s:
+            self._report(record, quiet=False)
+            if self.failure is None:
+                error = TransferError(
+                    "the transport cannot say that its reads have ended; it is retired",
+                    quiesce_s=self.options.quiesce_s,
+                )
+                self._end(error, tell=True)
+
+    def _report(self, record: Incoming, *, quiet: bool) -> None:
+        assert record.error is not None
+        del self._requests[record.request]
+        if not quiet:
+            self._orphans.append((record, record.reads))
+        self._events.append(ReceiveFailed(record.request, record.attempt, record.error, quiet))
+
+    def _end(self, error: KVCoreError, *, tell: bool = False) -> None:
+        """The conversation is over: fail every request at once."""
+        if tell:
+            self._post(control.Bye(**self._address(), error=control.WireError.of(error)))
+        self.failure = error if isinstance(error, TransferError) else TransferError(str(error))
+        for record in list(self._requests.values()):
+            self._fail(record, error, tell=False)
+
+
+def _handshake_error(error: KVCoreError) -> HandshakeError:
+    if isinstance(error, HandshakeError):
+        return error
+    return HandshakeError(error.message, remedy=error.remedy, **error.fields)

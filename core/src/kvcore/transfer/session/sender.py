@@ -1,0 +1,511 @@
+"""The sending (prefill) side of the protocol, one rank of it: a pure state machine (no I/O, no threads).
+
+It holds what was offered until every rank of the receiver acknowledges the commit, the request is aborted, a peer is
+lost, or a lease ends; each request that was begun ends in exactly one ``SendDone`` or ``SendFailed``. A commit is given
+only when every rank of the engine that asks has everything, so that no rank accepts what another could not pull.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import structlog
+
+from kvcore.errors import (
+    DuplicateRequestError,
+    HandshakeError,
+    KVCoreError,
+    PeerLostError,
+    ProtocolError,
+    RequestError,
+    TransferAbortedError,
+    TransferError,
+    TransferExpiredError,
+    UnknownRequestError,
+)
+from kvcore.requests.payload import Payload
+from kvcore.transfer.messages import control
+from kvcore.transfer.messages.manifest import Manifest, check_peers, check_protocol, decode_manifest
+from kvcore.transfer.session.base import (
+    Clock,
+    Peer,
+    SendDone,
+    SendEvent,
+    SendFailed,
+    Session,
+    TransferOptions,
+    add_bytes,
+    left,
+)
+from kvcore.transfer.session.checksums import SenderChecksums
+from kvcore.transfer.session.outgoing import (
+    Ask,
+    Asker,
+    Offered,
+    Outgoing,
+    PeerState,
+    Reader,
+    check_offer,
+    check_payloads,
+)
+from kvcore.transfer.session.waiting import Waiting
+
+_log = structlog.get_logger("kvcore.transfer.sender")
+
+
+class SenderSession(Session[SendEvent]):
+    """Offers the units of finished chunks to the receivers that ask for them."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        clock: Clock = time.monotonic,
+        options: TransferOptions | None = None,
+        checksums: SenderChecksums | None = None,
+    ) -> None:
+        super().__init__(manifest.instance, clock, options or TransferOptions())
+        self.manifest = manifest
+        self.checksums = checksums
+        self._manifest_bytes = manifest.encode()
+        self._components = frozenset(c for layout in manifest.layouts.values() for c in layout.components)
+        self._peers: dict[Peer, PeerState] = {}
+        self._requests: dict[str, Outgoing] = {}
+        self._waiting = Waiting()
+
+    # --- the engine's calls ---
+
+    def begin(self, request: str, num_tokens: int) -> None:
+        """Announce a request of ``num_tokens`` prompt tokens. An ask for it may have come already, or come later.
+
+        Raises DuplicateRequestError where the id is in use; the first holder is untouched.
+        """
+        control.check_request_id(request)
+        if num_tokens < 0:
+            raise RequestError("a prompt cannot have a negative length", request=request, got=num_tokens)
+        if request in self._requests:
+            raise DuplicateRequestError("request is being sent already", request=request)
+        record = self._requests[request] = Outgoing(request, num_tokens)
+        for ask in self._waiting.begin(request):
+            self._attach(record, ask)
+
+    def offer(
+        self,
+        request: str,
+        start: int,
+        stop: int,
+        payloads: Sequence[Payload],
+        *,
+        last: bool = False,
+        engine_data: bytes = b"",
+    ) -> None:
+        """Offer the units that became final when tokens ``[start, stop)`` were prefilled.
+
+        From here until ``SendDone`` or ``SendFailed`` the caller must hold them unchanged. Offers follow one another
+        without gaps, no unit of a layer is offered twice, and ``last`` (with the engine's data) completes the prompt. An
+        offer of some layers, before a chunk is through, covers no tokens yet: ``start == stop``. Raises RequestError,
+        with nothing changed, for anything else.
+        """
+        record = self._known(request)
+        check_offer(record, start, stop, last=last, engine_data=engine_data)
+        ends = check_payloads(self.manifest, record, payloads)
+        record.ends.update(ends)
+        record.offers.append(Offered(start, stop, tuple(payloads), last))
+        record.offered_tokens = stop
+        if last:
+            record.complete = True
+            record.engine_data = bytes(engine_data)
+            record.lease_ends = self._clock() + self.options.lease_s
+            for reader in record.readers.values():
+                reader.lease_ends = record.lease_ends
+        self._push(record)
+
+    def note_chunk_start(self, request: str, *, last: bool) -> None:
+        """Note that a chunk starts. With ``last``, what was reported pulled so far counts as pulled early."""
+        record = self._known(request)
+        for reader in record.readers.values():
+            if last and reader.early is None:
+                reader.early = sum(reader.nbytes.values())
+
+    def layerwise(self, request: str) -> bool:
+        """Whether offers of single layers serve anybody: a rank that asked reads small pieces at no loss."""
+        return any(reader.layerwise and not reader.nothing for reader in self._known(request).readers.values())
+
+    def abort(self, request: str, reason: str) -> None:
+        """Give a request up. Raises UnknownRequestError where it was never begun or is over."""
+        self._fail(self._known(request), TransferAbortedError(f"aborted by the sender: {reason}", request=request))
+
+    def has(self, request: str) -> bool:
+        """Whether a request is begun and not over."""
+        return request in self._requests
+
+    def requests(self) -> tuple[str, ...]:
+        """Ids of the requests that are begun and not over."""
+        return tuple(self._requests)
+
+    def held_units(self) -> int:
+        """Units offered and not released yet, over all requests (each range counted once per component set)."""
+        return sum(p.num_units for r in self._requests.values() for offer in r.offers for p in offer.payloads)
+
+    def peers(self) -> dict[Peer, str]:
+        """Instance ids of the receivers that have said hello."""
+        return {peer: state.instance for peer, state in self._peers.items()}
+
+    # --- the wire ---
+
+    def handle(self, peer: Peer, message: control.AnyMessage) -> None:
+        """Handle one message. Nothing a peer sends raises: it fails that peer's requests, typed, and no others."""
+        if isinstance(message, control.Hello):
+            self._hello(peer, message)
+            return
+        state = self._peers.get(peer)
+        if state is None or message.src != state.instance or message.dst != self.instance:
+            if not isinstance(message, control.Bye):
+                gone = PeerLostError("not a conversation of this instance", expected=message.dst, got=self.instance)
+                self._post(peer, control.Bye(src=self.instance, dst=message.src, error=control.WireError.of(gone)))
+            return
+        state.heard_at = self._clock()
+        match message:
+            case control.Taken():
+                self._taken(peer, message)
+            case control.Ask():
+                self._ask(peer, state, message)
+            case control.Pulled():
+                self._pulled(peer, message)
+            case control.PulledAll():
+                self._pulled_all(peer, message)
+            case control.Ack():
+                self._ack(peer, message)
+            case control.Abort():
+                self._aborted(peer, message)
+            case control.Heartbeat():
+                self._renew(peer, message)
+            case control.Bye():
+                self._drop(peer, left(message, state.instance))
+            case _:
+                self.broken(peer, ProtocolError("message is not for a sender", type=type(message).__name__))
+
+    def broken(self, peer: Peer, error: ProtocolError) -> None:
+        """Handle what could not be decoded: it fails the attempt it was about, else the whole conversation."""
+        _log.warning("bad control message", peer=peer.hex(), error=error.as_dict())
+        request, attempt = error.fields.get("request"), error.fields.get("attempt")
+        if isinstance(request, str) and isinstance(attempt, int):
+            held = self._held(peer, request, attempt)
+            if held is not None:
+                self._fail(held[0], error)
+                return
+        state = self._peers.get(peer)
+        self._post(
+            peer,
+            control.Bye(src=self.instance, dst=state.instance if state else "", error=control.WireError.of(error)),
+        )
+        self._drop(peer, error)
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """The wire says that a peer is gone."""
+        state = self._peers.get(peer)
+        if state is not None:
+            self._drop(peer, PeerLostError(f"receiver lost: {reason}", instance=state.instance))
+
+    def tick(self) -> None:
+        """Let time pass: heartbeats, silent peers, leases. Call at least once a heartbeat."""
+        now, options = self._clock(), self.options
+        for peer, state in list(self._peers.items()):
+            if now - state.heard_at > options.peer_timeout_s:
+                self.lost(peer, f"silent for {options.peer_timeout_s} s")
+            elif now - state.sent_at >= options.heartbeat_s:
+                self._post(peer, control.Heartbeat(src=self.instance, dst=state.instance))
+        for record in list(self._requests.values()):
+            if record.ended_lease(now):
+                self._fail(
+                    record,
+                    TransferExpiredError(
+                        "lease ended before the receiver acknowledged", request=record.request, lease_s=options.lease_s
+                    ),
+                )
+        for request, ask in self._waiting.asked_before(now - options.ask_timeout_s):
+            error = TransferExpiredError(
+                "the sender's engine never began the request", request=request, ask_timeout_s=options.ask_timeout_s
+            )
+            self._unask(request, ask, error)
+
+    def close(self, reason: str = "sender closed") -> None:
+        """Fail everything and say goodbye. Idempotent."""
+        for record in list(self._requests.values()):
+            self._fail(record, TransferAbortedError(reason, request=record.request))
+        self._waiting.clear()
+        for peer, state in list(self._peers.items()):
+            error = PeerLostError(reason, instance=self.instance)
+            self._post(peer, control.Bye(src=self.instance, dst=state.instance, error=control.WireError.of(error)))
+        self._peers.clear()
+
+    # --- inside ---
+
+    def _known(self, request: str) -> Outgoing:
+        record = self._requests.get(request)
+        if record is None:
+            raise UnknownRequestError("request is not being sent", request=request)
+        return record
+
+    def _post(self, peer: Peer, message: control.AnyMessage) -> None:
+        state = self._peers.get(peer)
+        if state is not None:
+            state.sent_at = self._clock()
+        self._outbox.append((peer, message))
+
+    def _address(self, asker: Asker) -> dict[str, str]:
+        return {"src": self.instance, "dst": self._peers[asker.peer].instance}
+
+    def _tell(self, request: str, asker: Asker, error: KVCoreError) -> None:
+        if asker.peer not in self._peers:
+            return
+        if isinstance(error, TransferExpiredError):
+            self._post(asker.peer, control.Expired(**self._address(asker), request=request, attempt=asker.attempt))
+            return
+        self._post(
+            asker.peer,
+            control.Abort(
+                **self._address(asker), request=request, attempt=asker.attempt, error=control.WireError.of(error)
+            ),
+        )
+
+    def _fail(self, record: Outgoing, error: KVCoreError, *, culprit: Peer | None = None) -> None:
+        """End a request without success, and say so to every rank that asked and does not know (``culprit`` does)."""
+        del self._requests[record.request]
+        told = set()
+        for peer, reader in record.readers.items():
+            state = self._peers.get(peer)
+            if state is not None:
+                told.add((state.engine, state.rank))
+            if peer != culprit and not reader.acked:
+                self._tell(record.request, reader.asker, error)
+        if not record.everyone_asked:
+            self._waiting.end(record.request, error, told)
+        self._events.append(SendFailed(record.request, error))
+
+    def _unask(self, request: str, ask: Ask, error: KVCoreError, *, culprit: Peer | None = None) -> None:
+        """Forget an ask for what is not begun, and those of the engine's other ranks with it."""
+        for dropped in self._waiting.drop(request, ask.engine):
+            if dropped.asker.peer != culprit:
+                self._tell(request, dropped.asker, error)
+
+    def _drop(self, peer: Peer, error: KVCoreError) -> None:
+        """A receiver is gone: its requests fail, for the other ranks of its engine too."""
+        state = self._peers.pop(peer, None)
+        if self.checksums is not None:
+            self.checksums.forget(peer)
+        for request, ask in self._waiting.asked_by(peer):
+            self._unask(request, ask, error, culprit=peer)
+        for record in list(self._requests.values()):
+            reader = record.readers.get(peer)
+            waits = state is not None and record.engine == state.engine and not record.everyone_asked
+            if (reader is not None and not reader.acked) or (reader is None and waits):
+                self._fail(record, error, culprit=peer)
+
+    def _hello(self, peer: Peer, message: control.Hello) -> None:
+        if peer in self._peers:
+            self._drop(peer, PeerLostError("the receiver was restarted", got=message.src))
+        address = {"src": self.instance, "dst": message.src}
+        try:
+            check_protocol(self.manifest.protocol, message.protocol)
+            remote = decode_manifest(message.manifest)
+            if remote.instance != message.src:
+                raise ProtocolError("hello of another instance", expected=message.src, got=remote.instance)
+            check_peers(self.manifest, remote)
+            self._check_rank(remote)
+        except TransferError as error:
+            _log.warning("hello refused", peer=peer.hex(), error=error.as_dict())
+            self._post(peer, control.Refused(**address, error=control.WireError.of(error)))
+            return
+        now = self._clock()
+        self._peers[peer] = PeerState(remote, heard_at=now, sent_at=now)
+        self._post(peer, control.Welcome(**address, protocol=self.manifest.protocol, manifest=self._manifest_bytes))
+
+    def _check_rank(self, remote: Manifest) -> None:
+        """A rank that says hello again is a restarted one; one that counts other ranks than the rest is refused."""
+        for peer, state in list(self._peers.items()):
+            if state.engine != remote.engine:
+                continue
+            if state.num_ranks != remote.ranks.size:
+                raise HandshakeError(
+                    "ranks of one engine disagree on how many they are", field="ranks", local=state.num_ranks,
+                    remote=remote.ranks.size, engine=remote.engine,
+                )  # fmt: skip
+            if state.rank == remote.ranks.rank:
+                self._drop(peer, PeerLostError("the receiver was restarted", got=remote.instance))
+
+    def _taken(self, peer: Peer, message: control.Taken) -> None:
+        if self.checksums is None:
+            self.broken(peer, ProtocolError("checksums are not configured", type="taken"))
+            return
+        try:
+            self.checksums.expect(peer, self._peers[peer].manifest, message)
+        except TransferError as error:
+            self.broken(peer, ProtocolError(error.message, **error.fields))
+
+    def _ask(self, peer: Peer, state: PeerState, message: control.Ask) -> None:
+        asker = Asker(peer, message.attempt)
+        ask = Ask(asker, state.engine, message.start, message.stop, message.layerwise, self._clock())
+        record = self._requests.get(message.request)
+        holder = self._waiting.get(message.request, peer) if record is None else record.readers.get(peer)
+        if holder is not None and holder.asker == ask.asker:
+            return  # said twice
+        others = {record.engine} if record is not None and record.engine else self._waiting.engines(message.request)
+        if holder is not None or (others and others != {ask.engine}):
+            error = DuplicateRequestError("request is being pulled already", request=message.request)
+            self._tell(message.request, asker, error)
+            return
+        ended = None if record is not None else self._waiting.end_for(message.request, state)
+        if ended is not None:
+            self._tell(message.request, asker, ended)
+        elif record is not None:
+            self._attach(record, ask)
+        else:
+            self._waiting.add(message.request, ask)
+
+    def _attach(self, record: Outgoing, ask: Ask) -> None:
+        if not ask.start <= ask.stop == record.num_tokens:
+            error = TransferError(
+                "ask does not fit the prompt",
+                request=record.request,
+                start=ask.start,
+                stop=ask.stop,
+                num_tokens=record.num_tokens,
+            )
+            self._tell(record.request, ask.asker, error)
+            return
+        record.engine, record.num_readers = ask.engine, self._peers[ask.asker.peer].num_ranks
+        reader = Reader(ask.asker, nothing=ask.start == ask.stop, layerwise=ask.layerwise)
+        record.readers[ask.asker.peer] = reader
+        if record.complete:
+            reader.lease_ends = self._clock() + self.options.lease_s
+        self._push(record)
+
+    def _push(self, record: Outgoing) -> None:
+        for peer, reader in record.readers.items():
+            offers = record.offers_for(reader)
+            for seq in range(reader.sent, len(offers)):
+                offer = offers[seq]
+                self._post(
+                    peer,
+                    control.Offer(
+                        **self._address(reader.asker),
+                        request=record.request,
+                        attempt=reader.asker.attempt,
+                        seq=seq,
+                        start=offer.start,
+                        stop=offer.stop,
+                        payloads=offer.payloads,
+                        last=offer.last,
+                    ),
+                )
+            reader.sent = len(offers)
+
+    def _held(self, peer: Peer, request: str, attempt: int) -> tuple[Outgoing, Reader] | None:
+        record = self._requests.get(request)
+        reader = record.readers.get(peer) if record is not None else None
+        if record is None or reader is None or reader.asker.attempt != attempt:
+            return None
+        return record, reader
+
+    def _renew_lease(self, reader: Reader) -> None:
+        if reader.lease_ends is not None:
+            reader.lease_ends = self._clock() + self.options.lease_s
+
+    def _pulled(self, peer: Peer, message: control.Pulled) -> None:
+        held = self._held(peer, message.request, message.attempt)
+        if held is None:
+            return  # of an attempt that is over: its PulledAll will be answered `expired`
+        record, reader = held
+        if message.seq >= reader.sent or message.seq in reader.pulled:
+            self._fail(
+                record, ProtocolError("offer reported pulled out of turn", request=record.request, seq=message.seq)
+            )
+            return
+        if not self._components.issuperset(message.nbytes):
+            error = ProtocolError("unknown components", request=record.request, got=sorted(message.nbytes)[:8])
+            self._fail(record, error)
+            return
+        reader.pulled.add(message.seq)
+        add_bytes(reader.nbytes, message.nbytes)
+        self._renew_lease(reader)
+
+    def _pulled_all(self, peer: Peer, message: control.PulledAll) -> None:
+        held = self._held(peer, message.request, message.attempt)
+        if held is None:
+            address = self._address(Asker(peer, message.attempt))
+            self._post(peer, control.Expired(**address, request=message.request, attempt=message.attempt))
+            return
+        record, reader = held
+        if not record.complete or len(reader.pulled) != reader.sent or message.nbytes != reader.nbytes:
+            error = ProtocolError(
+                "receiver reports a prompt it has not pulled", request=record.request, expected=reader.nbytes,
+                got=message.nbytes, offers=len(record.offers), pulled=len(reader.pulled),
+            )  # fmt: skip
+            self._fail(record, error)
+            return
+        self._renew_lease(reader)
+        if self.checksums is not None and not reader.reported:
+            try:
+                reader.checksums = self.checksums.of(peer, message.units)
+            except TransferError as error:
+                self._fail(record, error)
+                return
+        reader.reported = True
+        if record.committed:
+            self._commit(record, reader)  # the answer has not arrived yet
+        elif record.everyone_asked and all(item.reported for item in record.readers.values()):
+            record.committed = True
+            for item in record.readers.values():
+                self._commit(record, item)
+
+    def _commit(self, record: Outgoing, reader: Reader) -> None:
+        self._post(
+            reader.asker.peer,
+            control.Commit(
+                **self._address(reader.asker),
+                request=record.request,
+                attempt=reader.asker.attempt,
+                num_tokens=record.num_tokens,
+                num_offers=reader.sent,
+                nbytes=reader.nbytes,
+                pulled_early_bytes=reader.early or 0,
+                engine_data=record.engine_data,
+                checksums=reader.checksums,
+            ),
+        )
+
+    def _ack(self, peer: Peer, message: control.Ack) -> None:
+        held = self._held(peer, message.request, message.attempt)
+        if held is None:
+            return
+        record, reader = held
+        if not record.committed:
+            self._fail(record, ProtocolError("acknowledged before the commit", request=record.request))
+            return
+        reader.acked = True
+        if not all(item.acked for item in record.readers.values()):
+            return
+        del self._requests[record.request]
+        early = sum(item.early or 0 for item in record.readers.values())
+        self._events.append(SendDone(record.request, message.attempt, record.num_tokens, record.total_bytes(), early))
+
+    def _aborted(self, peer: Peer, message: control.Abort) -> None:
+        ask = self._waiting.get(message.request, peer)
+        if ask is not None and ask.asker.attempt == message.attempt:
+            self._unask(message.request, ask, message.error.unpack(), culprit=peer)
+        held = self._held(peer, message.request, message.attempt)
+        if held is not None:
+            self._fail(held[0], message.error.unpack(), culprit=peer)
+
+    def _renew(self, peer: Peer, message: control.Heartbeat) -> None:
+        for item in message.renew:
+            asker = Asker(peer, item.attempt)
+            ask = self._waiting.get(item.request, peer)
+            held = self._held(peer, item.request, item.attempt)
+            if held is not None:
+                self._renew_lease(held[1])
+            elif ask is None or ask.asker != asker:
+                # An attempt nobody here knows would be waited for without end.
+                self._post(peer, control.Expired(**self._address(asker), request=item.request, attempt=item.attempt))

@@ -1,0 +1,1 @@
+"""The sockets, and the thread that serves them."""

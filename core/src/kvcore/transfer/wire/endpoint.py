@@ -1,0 +1,336 @@
+"""Endpoints: a session and its ZeroMQ socket behind thread-safe calls. See :mod:`kvcore.transfer.wire.loop`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import structlog
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvcore.contract import PeerConnection, Transport
+from kvcore.errors import ConfigError, HandshakeError, ProtocolError, TransferError
+from kvcore.layout import Int64Array
+from kvcore.requests.payload import Payload
+from kvcore.transfer.messages import control
+from kvcore.transfer.messages.manifest import Manifest
+from kvcore.transfer.session.base import Peer, ReceiveEvent, ReceiveFailed, SendEvent, SendFailed, TransferOptions
+from kvcore.transfer.session.checksums import SenderChecksums
+from kvcore.transfer.session.joined import JoinedReceiver, name
+from kvcore.transfer.session.receiver import Checks
+from kvcore.transfer.session.sender import SenderSession
+from kvcore.transfer.wire.loop import CurveKeys, Endpoint, EndpointStats, drain
+
+_log = structlog.get_logger("kvcore.transfer.wire")
+
+_POLL_READS_S = 0.001
+_WATCHED = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+class SenderEndpoint(Endpoint[SendEvent]):
+    """Serves the requests of one process to any number of receivers. A context manager.
+
+    Args:
+        manifest: of this process; its ``endpoint`` is what the transport returned for the served arenas.
+        bind: ZeroMQ address; ``tcp://127.0.0.1:*`` takes a free port.
+        options: times of the protocol.
+        keys: CURVE keys, or None for a plain connection.
+        checksums: answers those who ask for checksums; needed where the manifest says so.
+
+    Attributes:
+        address: what receivers connect to.
+
+    Raises ConfigError where the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        bind: str = "tcp://127.0.0.1:*",
+        options: TransferOptions | None = None,
+        keys: CurveKeys | None = None,
+        checksums: SenderChecksums | None = None,
+    ) -> None:
+        self._sender = SenderSession(manifest, clock=time.monotonic, options=options, checksums=checksums)
+        super().__init__(self._sender, "kvcore-sender")
+        with self._or_release("cannot bind the control address", bind):
+            self._router = self._socket(zmq.ROUTER, keys)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer whose connection is cut says so
+            if keys is not None:
+                self._router.curve_server = True
+            self._router.bind(bind)
+        self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._poller.register(self._router, zmq.POLLIN)
+        self._thread.start()
+
+    def begin(self, request: str, num_tokens: int) -> None:
+        """See :meth:`SenderSession.begin`."""
+        with self._call():
+            self._sender.begin(request, num_tokens)
+
+    def offer(
+        self,
+        request: str,
+        start: int,
+        stop: int,
+        payloads: Sequence[Payload],
+        *,
+        last: bool = False,
+        engine_data: bytes = b"",
+    ) -> None:
+        """See :meth:`SenderSession.offer`."""
+        with self._call():
+            self._sender.offer(request, start, stop, payloads, last=last, engine_data=engine_data)
+
+    def layerwise(self, request: str) -> bool:
+        """See :meth:`SenderSession.layerwise`."""
+        with self._call():
+            return self._sender.layerwise(request)
+
+    def note_chunk_start(self, request: str, *, last: bool) -> None:
+        """See :meth:`SenderSession.note_chunk_start`."""
+        with self._call():
+            self._sender.note_chunk_start(request, last=last)
+
+    def abort(self, request: str, reason: str) -> None:
+        """See :meth:`SenderSession.abort`."""
+        with self._call():
+            self._sender.abort(request, reason)
+
+    def has(self, request: str) -> bool:
+        """Whether a request is begun and not over."""
+        with self._lock:
+            return self._sender.has(request)
+
+    def stats(self) -> EndpointStats:
+        """What is held now."""
+        with self._lock:
+            return EndpointStats(held_units=self._sender.held_units(), peers=len(self._sender.peers()))
+
+    def _start(self) -> None:
+        return
+
+    def _turn(self) -> None:
+        for peer, *frames in drain(self._router):
+            self._receive(frames[0] if len(frames) == 1 else b"", peer)
+        self._sender.tick()
+
+    def _send(self, peer: Peer, data: bytes) -> None:
+        try:
+            self._router.send_multipart([peer, data], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self._sender.lost(peer, "its connection was closed")
+
+    def _handle(self, peer: Peer, message: control.AnyMessage) -> None:
+        self._sender.handle(peer, message)
+
+    def _broken(self, peer: Peer, error: ProtocolError) -> None:
+        self._sender.broken(peer, error)
+
+    def _end_session(self, reason: str) -> None:
+        self._sender.close(reason)
+
+    def _fail_all(self, error: TransferError) -> list[SendEvent]:
+        return [SendFailed(request, error) for request in self._sender.requests()]
+
+    def _release(self) -> None:
+        return
+
+
+class _Wire:
+    """The socket to one rank of a sender, its monitor, and what the transport's connection can be waited for by."""
+
+    def __init__(self, peer: Peer, address: str, dealer: zmq.Socket[bytes]) -> None:
+        self.peer = peer
+        self.address = address
+        self.dealer = dealer
+        self.monitor = dealer.get_monitor_socket(_WATCHED)
+        self.conn_fd: int | None = None
+        dealer.connect(address)
+
+
+class ReceiverEndpoint(Endpoint[ReceiveEvent]):
+    """Pulls requests from all ranks of one sender. A context manager; construction is the handshake.
+
+    Args:
+        addresses: of the sender: one a rank, in any order.
+        manifest: of this process.
+        transport: opens the connections to the sender's memory; it must have registered the local arenas. It is not
+            closed here.
+        options: times of the protocol.
+        keys: CURVE keys with the sender's ``server_key``, or None.
+        checksums: see :class:`kvcore.transfer.session.receiver.ReceiverSession`.
+
+    Raises HandshakeError (no answer, or peers that cannot exchange data: field and both values), PeerLostError.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        manifest: Manifest,
+        transport: Transport,
+        *,
+        options: TransferOptions | None = None,
+        keys: CurveKeys | None = None,
+        checksums: Checks | None = None,
+    ) -> None:
+        if keys is not None and not keys.server_key:
+            raise ConfigError("a receiver with CURVE keys needs the sender's public key", key="server_key")
+        self.addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
+        if not self.addresses:
+            raise ConfigError("a receiver needs the address of its sender")
+        self._receiver = JoinedReceiver(
+            manifest,
+            [transport.connect] * len(self.addresses),
+            clock=time.monotonic,
+            options=options,
+            checksums=checksums,
+            traits=transport.traits,
+        )
+        super().__init__(self._receiver, "kvcore-receiver")
+        self._wires: dict[Peer, _Wire] = {}
+        for number, address in enumerate(self.addresses):
+            with self._or_release("cannot connect to the control address", address):
+                dealer = self._socket(zmq.DEALER, keys)
+                dealer.setsockopt(zmq.ROUTING_ID, manifest.instance.encode())
+                if keys is not None:
+                    dealer.curve_serverkey = keys.server_key
+                self._wires[name(number)] = _Wire(name(number), address, dealer)
+        for wire in self._wires.values():
+            self._poller.register(wire.dealer, zmq.POLLIN)
+            self._poller.register(wire.monitor, zmq.POLLIN)
+        self._thread.start()
+        try:
+            self._shake_hands()
+        except BaseException:  # an interrupt while waiting, too, must leave no thread behind
+            self.close()
+            raise
+
+    def _shake_hands(self) -> None:
+        with self._lock:
+            self._changed.wait_for(
+                lambda: self._receiver.connected or self._receiver.failure is not None or self._stopped
+            )
+            failure: Exception | None = self._receiver.failure or self._failure
+            if failure is None and not self._receiver.connected:
+                failure = HandshakeError("closed before the sender answered", addresses=self.addresses)
+        if failure is not None:
+            raise failure
+
+    @property
+    def connected(self) -> bool:
+        """Whether requests can be asked for."""
+        with self._lock:
+            return self._receiver.connected and self._failure is None and not self._stopping
+
+    def ask(self, request: str, tables: Mapping[tuple[str, str], Int64Array], start: int, stop: int) -> int:
+        """See :meth:`ReceiverSession.ask`."""
+        with self._call():
+            return self._receiver.ask(request, tables, start, stop)
+
+    def abort(self, request: str, reason: str) -> None:
+        """See :meth:`ReceiverSession.abort`."""
+        with self._call():
+            self._receiver.abort(request, reason)
+
+    def has(self, request: str) -> bool:
+        """Whether a request is asked for and not over."""
+        with self._lock:
+            return self._receiver.has(request)
+
+    def stats(self) -> EndpointStats:
+        """What has been moved so far."""
+        with self._lock:
+            session = self._receiver
+            return EndpointStats(
+                session.bytes_read, session.copy_seconds, session.reads_in_flight, peers=int(session.connected)
+            )
+
+    def _start(self) -> None:
+        with self._lock:
+            self._receiver.hello()
+            self._send_all()
+
+    def _timeout_s(self) -> float:
+        if self._receiver.reads_in_flight and any(wire.conn_fd is None for wire in self._wires.values()):
+            return _POLL_READS_S
+        return super()._timeout_s()
+
+    def _turn(self) -> None:
+        for wire in self._wires.values():
+            for frames in drain(wire.dealer):
+                self._receive(frames[0] if len(frames) == 1 else b"", wire.peer)
+            self._watch(wire)
+        self._receiver.tick()
+        for wire, link in zip(self._wires.values(), self._receiver.links, strict=True):
+            if link.connection is not None and wire.conn_fd is None:
+                wire.conn_fd = link.connection.fileno()
+                if wire.conn_fd is not None:
+                    self._poller.register(wire.conn_fd, zmq.POLLIN)
+
+    def _watch(self, wire: _Wire) -> None:
+        for frames in drain(wire.monitor):
+            event = parse_monitor_message(frames)["event"]
+            if event != zmq.EVENT_DISCONNECTED:
+                self._receiver.refused(
+                    wire.peer,
+                    HandshakeError("the sender refused the connection", address=wire.address,
+                                   remedy="check the CURVE keys of both sides")
+                )  # fmt: skip
+            elif self._receiver.connected:
+                # Messages may have been lost with it, so it is never silently taken up again.
+                self._receiver.lost(wire.peer, "its control connection was closed")
+
+    def _send(self, peer: Peer, data: bytes) -> None:
+        try:
+            self._wires[peer].dealer.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            self._receiver.lost(peer, "its control connection was closed")
+
+    def _handle(self, peer: Peer, message: control.AnyMessage) -> None:
+        self._receiver.handle(peer, message)
+
+    def _broken(self, peer: Peer, error: ProtocolError) -> None:
+        self._receiver.broken(peer, error)
+
+    def _end_session(self, reason: str) -> None:
+        self._receiver.close(reason)
+        if not self._quiesce():
+            _log.error("reads do not end; their units stay reserved", endpoint=self._name)
+        self._receiver.tick()
+        self._receiver.give_up_reads()
+
+    def _fail_all(self, error: TransferError) -> list[ReceiveEvent]:
+        quiet = self._quiesce()
+        return [ReceiveFailed(request, attempt, error, quiet) for request, attempt in self._receiver.requests()]
+
+    def _connections(self) -> list[PeerConnection]:
+        return [link.connection for link in self._receiver.links if link.connection is not None]
+
+    def _quiesce(self) -> bool:
+        """Wait until no read touches local memory any more; all connections share one deadline."""
+        deadline = time.monotonic() + self._receiver.options.quiesce_s
+        quiet = [item.quiesce(max(0.0, deadline - time.monotonic())) for item in self._connections()]
+        return all(quiet)
+
+    def _release(self) -> None:
+        for wire in self._wires.values():
+            if wire.conn_fd is not None:
+                self._poller.unregister(wire.conn_fd)
+        for connection in self._connections():
+            connection.close()
+        for wire in self._wires.values():
+            wire.dealer.disable_monitor()
+            wire.monitor.close()
+
+
+__all__ = ["CurveKeys", "EndpointStats", "ReceiverEndpoint", "SenderEndpoint"]

@@ -1,0 +1,269 @@
+"""Endpoints: a session, its ZeroMQ socket and one I/O thread, behind thread-safe calls.
+
+An engine thread calls and takes events; the I/O thread alone touches the socket. Both hold the endpoint's lock while
+they touch the session, so the order of events is the order in which things happened to the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic, Self
+
+import msgspec
+import structlog
+import zmq
+
+from kvcore.errors import ConfigError, ProtocolError, TransferError
+from kvcore.transfer.messages import control
+from kvcore.transfer.session.base import (
+    EventT,
+    Peer,
+    Session,
+)
+
+_log = structlog.get_logger("kvcore.transfer.wire")
+
+_LINGER_MS = 500
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """CURVE keys (z85 text, see ``zmq.curve_keypair``): the traffic is encrypted and the sender authenticated.
+
+    Attributes:
+        public_key, secret_key: this process's own pair.
+        server_key: public key of the sender; only a receiver needs it.
+    """
+
+    public_key: bytes
+    secret_key: bytes
+    server_key: bytes = b""
+
+    def __post_init__(self) -> None:
+        for name, key in vars(self).items():
+            if len(key) != 40 and (key or name != "server_key"):
+                raise ConfigError("a CURVE key is 40 characters of z85", key=name, got_length=len(key))
+
+
+class EndpointStats(msgspec.Struct, frozen=True):
+    """What an endpoint has moved.
+
+    Attributes:
+        bytes_read: logical bytes that landed here (receivers).
+        copy_seconds: time the transport spent moving them, 0 where it cannot tell.
+        reads_in_flight: reads that are not terminal.
+        held_units: units offered and not released (senders).
+        peers: receivers that have said hello (senders), or 1 while connected.
+    """
+
+    bytes_read: int = 0
+    copy_seconds: float = 0.0
+    reads_in_flight: int = 0
+    held_units: int = 0
+    peers: int = 0
+
+
+def drain(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    """Take every message that has arrived."""
+    while True:
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+
+class Endpoint(Generic[EventT]):
+    """The I/O thread and everything it owns."""
+
+    def __init__(self, session: Session[EventT], name: str) -> None:
+        self._session = session
+        self._name = name
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._queue: deque[EventT] = deque()
+        self._failure: Exception | None = None
+        self._stopping = False
+        self._stopped = False
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _socket(self, kind: int, keys: CurveKeys | None) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, control.MAX_MESSAGE_BYTES)
+        if keys is not None:
+            socket.curve_publickey = keys.public_key
+            socket.curve_secretkey = keys.secret_key
+        return socket
+
+    @contextlib.contextmanager
+    def _or_release(self, message: str, address: str) -> Iterator[None]:
+        """Turn a failure to set the socket up into a ConfigError that leaves nothing open."""
+        try:
+            yield
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            os.close(self._wake_fd)
+            raise ConfigError(message, address=address, cause=str(error)) from error
+
+    # --- the engine's side ---
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """Run a call on the session: serialised, refused after a failure or the end, followed by a wake-up."""
+        with self._lock:
+            self._check()
+            try:
+                yield
+            finally:
+                self._take_events()
+                self._wake()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise TransferError("the endpoint's I/O thread has failed", endpoint=self._name) from self._failure
+        if self._stopping:
+            raise TransferError("the endpoint is closed", endpoint=self._name)
+
+    def events(self) -> list[EventT]:
+        """Take what has happened, in order, without waiting. Raises TransferError once, after the last event, if the
+        I/O thread has failed."""
+        with self._lock:
+            if not self._queue and self._failure is not None:
+                self._check()
+            taken = list(self._queue)
+            self._queue.clear()
+            return taken
+
+    def wait_event(self, timeout: float | None = None) -> EventT | None:
+        """Take the next event, waiting up to ``timeout`` seconds (None: without end); None where none came, or where
+        the endpoint was closed. Raises TransferError where the I/O thread has failed."""
+        with self._lock:
+            self._changed.wait_for(lambda: bool(self._queue) or self._failure is not None or self._stopped, timeout)
+            if self._queue:
+                return self._queue.popleft()
+            if self._failure is not None:
+                self._check()
+            return None
+
+    def close(self) -> None:
+        """Fail what is under way, say goodbye, end the thread, leave no descriptor behind. Idempotent.
+
+        Events of requests that this ended can still be taken afterwards.
+        """
+        with self._lock:
+            first, self._stopping = not self._stopping, True
+            if first:
+                self._wake()
+        self._thread.join()
+        with self._lock:
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wake(self) -> None:
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _take_events(self) -> None:
+        self._queue.extend(self._session.events())
+        self._changed.notify_all()
+
+    # --- the I/O thread ---
+
+    def _run(self) -> None:
+        try:
+            self._start()
+            while True:
+                ready = dict(self._poller.poll(max(1, int(self._timeout_s() * 1000))))
+                with self._lock:
+                    if ready.pop(self._wake_fd, None):
+                        with contextlib.suppress(BlockingIOError):
+                            os.eventfd_read(self._wake_fd)
+                    self._turn()
+                    self._send_all()
+                    self._take_events()
+                    if self._stopping:
+                        break
+            self._finish()
+        except Exception as error:  # noqa: BLE001 -- whatever it was, waiting engines must learn of it
+            _log.exception("I/O thread failed", endpoint=self._name)
+            with self._lock:
+                self._failure = error
+                self._queue.extend(self._session.events())
+                self._queue.extend(self._fail_all(TransferError("the I/O thread failed", cause=repr(error))))
+        finally:
+            self._release()
+            self._context.destroy(linger=_LINGER_MS)
+            with self._lock:
+                self._stopped = True
+                self._changed.notify_all()
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._end_session("endpoint closed")
+            self._send_all()
+            self._take_events()
+
+    def _send_all(self) -> None:
+        for peer, message in self._session.outbox():
+            self._send(peer, control.encode(message))
+
+    def _receive(self, data: bytes, peer: Peer) -> None:
+        try:
+            message = control.decode(data)
+        except ProtocolError as error:
+            self._broken(peer, error)
+            return
+        self._handle(peer, message)
+
+    def _timeout_s(self) -> float:
+        return self._session.options.heartbeat_s / 4
+
+    @abstractmethod
+    def stats(self) -> EndpointStats:
+        """What has been moved, and what is held now."""
+
+    @abstractmethod
+    def _start(self) -> None: ...
+
+    @abstractmethod
+    def _turn(self) -> None: ...
+
+    @abstractmethod
+    def _send(self, peer: Peer, data: bytes) -> None: ...
+
+    @abstractmethod
+    def _handle(self, peer: Peer, message: control.AnyMessage) -> None: ...
+
+    @abstractmethod
+    def _broken(self, peer: Peer, error: ProtocolError) -> None: ...
+
+    @abstractmethod
+    def _end_session(self, reason: str) -> None: ...
+
+    @abstractmethod
+    def _fail_all(self, error: TransferError) -> list[EventT]: ...
+
+    @abstractmethod
+    def _release(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Kernels for the CPU: torch, and Numba where it is installed."""

@@ -1,0 +1,1 @@
+"""``kvcore run``, ``kvcore plan`` and ``kvcore accuracy``."""

@@ -1,0 +1,1 @@
+"""Models: their configurations as layer groups, and their weights."""

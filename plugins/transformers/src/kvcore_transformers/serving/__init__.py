@@ -1,0 +1,1 @@
+"""A prefill and a decode engine, their scheduler, and the processes they run in."""
