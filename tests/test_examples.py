@@ -65,7 +65,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(site: Path, *args: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, check=False, cwd=site)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

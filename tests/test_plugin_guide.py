@@ -21,10 +21,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text()
 
 USE = """
 import torch
-from kvcore.engine.cache import KVCache
-from kvcore.config import load_config
-from kvcore.plugins import load_plugins, resolve_plugins
-from kvcore.spec import LayerGroup, ModelSpec, TensorSpec
+from kvcore import KVCache, LayerGroup, ModelSpec, TensorSpec, load_config, load_plugins, resolve_plugins
 
 config = load_config(None, {"cache.format": "e5m2", "cache.memory": "64KiB", "cache.page_size": 4})
 registry = load_plugins(resolve_plugins(config))
@@ -70,7 +67,8 @@ def site(tmp_path: Path) -> Path:
 
 
 def run(site: Path, *args: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(site)}
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -3,6 +3,9 @@
 Hooks register (:mod:`kvcore.plugins.hookspecs`); behaviour lives in the small abstract classes here. Everything a kernel or a
 backend receives is a plain object resolved at start-up: pluggy is never crossed per token.
 
+The words of layouts and of a model's specification that an implementation needs are handed on here, so that one import
+serves a plugin.
+
 Shapes: ``T`` new tokens of a step, ``R`` rows (requests) of a step, ``Hq`` query heads, ``H`` heads of a stored tensor,
 ``D`` its head dim, all as held by this rank.
 """
@@ -58,6 +61,20 @@ from kvcore.contract.transports import (
     Transport,
     TransportTraits,
 )
+from kvcore.layout import (
+    ArenaOrder,
+    Axis,
+    BlockOf,
+    Field,
+    Int64Array,
+    Layout,
+    Region,
+    SpaceSpec,
+    UnitRange,
+    padding,
+    region,
+)
+from kvcore.spec import LayerGroup, ModelSpec, Ranks, Shard, StatePart, StateSpec, TensorSpec
 
 __all__ = [
     "CONTRACT",
@@ -65,30 +82,48 @@ __all__ = [
     "FULL",
     "OPS",
     "Arena",
+    "ArenaOrder",
     "AttendParams",
+    "Axis",
     "Backup",
     "BatchPlan",
+    "BlockOf",
     "Command",
     "CopyQueue",
     "Fence",
+    "Field",
     "Format",
     "IndexSpace",
+    "Int64Array",
     "Kernel",
+    "LayerGroup",
+    "Layout",
     "ModelAdapter",
+    "ModelSpec",
     "Op",
     "PeerConnection",
     "Piece",
     "PluginInfo",
     "PoolBuilder",
     "PoolView",
+    "Ranks",
     "ReadHandle",
     "ReadJob",
+    "Region",
+    "Shard",
+    "SpaceSpec",
     "StateComponent",
+    "StatePart",
+    "StateSpec",
     "Support",
+    "TensorSpec",
     "Transport",
     "TransportTraits",
     "UnitBlock",
+    "UnitRange",
     "all_fences",
     "hookimpl",
+    "padding",
+    "region",
     "unsupported",
 ]

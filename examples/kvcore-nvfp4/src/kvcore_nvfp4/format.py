@@ -7,10 +7,25 @@ import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from kvcore.contract import FULL, Format, Support, unsupported
+from kvcore.contract import (
+    FULL,
+    ArenaOrder,
+    Axis,
+    BlockOf,
+    Field,
+    Format,
+    LayerGroup,
+    Layout,
+    Region,
+    Shard,
+    SpaceSpec,
+    Support,
+    TensorSpec,
+    UnitRange,
+    region,
+    unsupported,
+)
 from kvcore.errors import ConfigError, LayoutError
-from kvcore.layout import ArenaOrder, Axis, BlockOf, Field, Layout, Region, SpaceSpec, UnitRange, region
-from kvcore.spec import LayerGroup, Shard, TensorSpec
 
 if TYPE_CHECKING:
     import torch
