@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -147,6 +148,12 @@ def _canonical(layout: Layout) -> Layout:
             end += rest
         regions.append(Region(region.name, region.component, tuple(fields), end, region.ranges))
     return msgspec.structs.replace(layout, regions=tuple(regions), arena="page_major", alignment=_ALIGNMENT)
+
+
+class Checks(Protocol):
+    """Holds what arrived against the checksums of a commit, see :class:`ReceiverChecksums`."""
+
+    def check(self, plan: PeerPlan, landed: Sequence[Payload], checksums: Mapping[str, int], request: str) -> None: ...
 
 
 class SenderChecksums:

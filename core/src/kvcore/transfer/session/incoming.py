@@ -13,7 +13,7 @@ from kvcore.errors import KVCoreError, LayoutError, ProtocolError, RequestError,
 from kvcore.layout import Int64Array
 from kvcore.requests.payload import Payload
 from kvcore.transfer.messages import control
-from kvcore.transfer.session.base import add_bytes
+from kvcore.transfer.session.base import ReceiveDone, add_bytes
 from kvcore.transfer.session.plan import PeerPlan
 
 
@@ -76,6 +76,60 @@ class Incoming:
     def nothing(self) -> bool:
         """Nothing is read from this rank of the sender."""
         return self.start == self.stop
+
+    def ask(self, address: Mapping[str, str], *, layerwise: bool) -> control.Ask:
+        """The message that asks for it."""
+        return control.Ask(
+            **address,
+            request=self.request,
+            attempt=self.attempt,
+            start=self.start,
+            stop=self.stop,
+            layerwise=layerwise,
+        )
+
+    def pulled(self, address: Mapping[str, str], offer: control.Offer, nbytes: dict[str, int]) -> control.Pulled:
+        """The message that reports an offer pulled."""
+        return control.Pulled(**address, request=self.request, attempt=self.attempt, seq=offer.seq, nbytes=nbytes)
+
+    def pulled_all(self, address: Mapping[str, str]) -> control.PulledAll:
+        """The message that asks for the commit."""
+        units = tuple(self.units)
+        return control.PulledAll(**address, request=self.request, attempt=self.attempt, nbytes=self.nbytes, units=units)
+
+    def abort(self, address: Mapping[str, str], error: KVCoreError) -> control.Abort:
+        """The message that gives it up."""
+        told = control.WireError.of(error)
+        return control.Abort(**address, request=self.request, attempt=self.attempt, error=told)
+
+    def done(self, commit: control.Commit) -> ReceiveDone:
+        """The event that says that it is here and valid."""
+        early = commit.pulled_early_bytes
+        return ReceiveDone(self.request, self.attempt, self.stop, self.nbytes, commit.engine_data, early)
+
+
+class Orphans:
+    """Requests that were reported failed while reads still wrote their units, until these have ended."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Incoming, list[Read]]] = []
+
+    def add(self, record: Incoming) -> None:
+        """Wait for the reads of a request."""
+        self._waiting.append((record, record.reads))
+
+    @property
+    def reads(self) -> int:
+        """Reads that have not ended."""
+        return sum(len(reads) for _, reads in self._waiting)
+
+    def quiet(self) -> list[Incoming]:
+        """Take the requests whose last read has ended."""
+        for _, reads in self._waiting:
+            reads[:] = [read for read in reads if not terminal(read.handle)]
+        ended = [record for record, reads in self._waiting if not reads]
+        self._waiting = [item for item in self._waiting if item[1]]
+        return ended
 
 
 def check_tables(

@@ -40,8 +40,9 @@ from kvcore.transfer.session.base import (
     TransferOptions,
     add_bytes,
 )
+from kvcore.transfer.session.checksums import Checks
 from kvcore.transfer.session.plan import PeerPlan, plan_peers
-from kvcore.transfer.session.receiver import Checks, ReceiverSession
+from kvcore.transfer.session.receiver import ReceiverSession
 
 
 @dataclass

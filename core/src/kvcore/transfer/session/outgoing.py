@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import RequestError
+from kvcore.errors import ProtocolError, RequestError, TransferError
 from kvcore.requests.payload import Payload
 from kvcore.transfer.messages import control
 from kvcore.transfer.messages.manifest import Manifest
@@ -213,6 +214,63 @@ def check_payloads(manifest: Manifest, record: Outgoing, payloads: Sequence[Payl
                 )
             ends[key][rows] = payload.stop
     return ends
+
+
+def check_ask(record: Outgoing, ask: Ask) -> None:
+    """Raise TransferError for an ask of another prompt's length."""
+    if not ask.start <= ask.stop == record.num_tokens:
+        raise TransferError(
+            "ask does not fit the prompt", request=record.request, start=ask.start, stop=ask.stop,
+            num_tokens=record.num_tokens,
+        )  # fmt: skip
+
+
+def check_pulled(record: Outgoing, reader: Reader, message: control.Pulled, components: AbstractSet[str]) -> None:
+    """Raise ProtocolError for a report of an offer that was not made or was reported, or of foreign components."""
+    if message.seq >= reader.sent or message.seq in reader.pulled:
+        raise ProtocolError("offer reported pulled out of turn", request=record.request, seq=message.seq)
+    if not components >= set(message.nbytes):
+        raise ProtocolError("unknown components", request=record.request, got=sorted(message.nbytes)[:8])
+
+
+def check_pulled_all(record: Outgoing, reader: Reader, message: control.PulledAll) -> None:
+    """Raise ProtocolError where a receiver says that it has everything, and its own reports say otherwise."""
+    if not record.complete or len(reader.pulled) != reader.sent or message.nbytes != reader.nbytes:
+        raise ProtocolError(
+            "receiver reports a prompt it has not pulled", request=record.request, expected=reader.nbytes,
+            got=message.nbytes, offers=len(record.offers), pulled=len(reader.pulled),
+        )  # fmt: skip
+
+
+def offer_message(
+    address: Mapping[str, str], record: Outgoing, reader: Reader, seq: int, offer: Offered
+) -> control.Offer:
+    """How offer number ``seq`` of a request is told to one of its readers."""
+    return control.Offer(
+        **address,
+        request=record.request,
+        attempt=reader.asker.attempt,
+        seq=seq,
+        start=offer.start,
+        stop=offer.stop,
+        payloads=offer.payloads,
+        last=offer.last,
+    )
+
+
+def commit_message(address: Mapping[str, str], record: Outgoing, reader: Reader) -> control.Commit:
+    """What a reader is told when every rank has everything: what it pulled is valid."""
+    return control.Commit(
+        **address,
+        request=record.request,
+        attempt=reader.asker.attempt,
+        num_tokens=record.num_tokens,
+        num_offers=reader.sent,
+        nbytes=reader.nbytes,
+        pulled_early_bytes=reader.early or 0,
+        engine_data=record.engine_data,
+        checksums=reader.checksums,
+    )
 
 
 def _rows(held: tuple[int, ...], layers: Iterable[int], facts: dict[str, str]) -> npt.NDArray[np.int64]:

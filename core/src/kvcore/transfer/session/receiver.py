@@ -8,8 +8,7 @@ the conversations with all ranks of a sender: :mod:`kvcore.transfer.session.join
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import structlog
 
@@ -27,13 +26,11 @@ from kvcore.errors import (
     UnknownRequestError,
 )
 from kvcore.layout import Int64Array
-from kvcore.requests.payload import Payload
 from kvcore.transfer.messages import control
-from kvcore.transfer.messages.manifest import Manifest, check_peers, check_protocol, decode_manifest
+from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.base import (
     Clock,
     Peer,
-    ReceiveDone,
     ReceiveEvent,
     ReceiveFailed,
     ReceiveProgress,
@@ -43,16 +40,17 @@ from kvcore.transfer.session.base import (
     add_bytes,
     left,
 )
-from kvcore.transfer.session.checksums import pack_sources
+from kvcore.transfer.session.checksums import Checks, pack_sources
+from kvcore.transfer.session.handshake import refusal, remote_manifest
 from kvcore.transfer.session.incoming import (
     Incoming,
+    Orphans,
     Read,
     check_commit,
     check_complete,
     check_offer,
     check_tables,
     pull_of,
-    terminal,
 )
 from kvcore.transfer.session.plan import PeerPlan
 
@@ -60,12 +58,6 @@ _log = structlog.get_logger("kvcore.transfer.receiver")
 
 SENDER: Peer = b""
 """A receiver has one peer."""
-
-
-class Checks(Protocol):
-    """Holds what arrived against the checksums of a commit, see :class:`kvcore.transfer.session.checksums.ReceiverChecksums`."""
-
-    def check(self, plan: PeerPlan, landed: Sequence[Payload], checksums: Mapping[str, int], request: str) -> None: ...
 
 
 class ReceiverSession(Session[ReceiveEvent]):
@@ -108,7 +100,7 @@ class ReceiverSession(Session[ReceiveEvent]):
         self._heard_at = self._sent_at = clock()
         self._attempts = 0
         self._requests: dict[str, Incoming] = {}
-        self._orphans: list[tuple[Incoming, list[Read]]] = []
+        self._orphans = Orphans()
         self.bytes_read = 0
         self.copy_seconds = 0.0
 
@@ -166,17 +158,8 @@ class ReceiverSession(Session[ReceiveEvent]):
             raise RequestError("not a token range", request=request, start=start, stop=stop)
         taken, missing = check_tables(self.plan, request, tables, complete=start < stop)
         self._attempts += 1
-        self._requests[request] = Incoming(request, self._attempts, start, stop, taken, missing)
-        self._post(
-            control.Ask(
-                **self._address(),
-                request=request,
-                attempt=self._attempts,
-                start=start,
-                stop=stop,
-                layerwise=self._layerwise,
-            )
-        )
+        record = self._requests[request] = Incoming(request, self._attempts, start, stop, taken, missing)
+        self._post(record.ask(self._address(), layerwise=self._layerwise))
         return self._attempts
 
     def accept(self, request: str) -> None:
@@ -212,8 +195,7 @@ class ReceiverSession(Session[ReceiveEvent]):
     @property
     def reads_in_flight(self) -> int:
         """Reads that are not terminal."""
-        active = sum(len(record.reads) for record in self._requests.values())
-        return active + sum(len(reads) for _, reads in self._orphans)
+        return self._orphans.reads + sum(len(record.reads) for record in self._requests.values())
 
     # --- the wire ---
 
@@ -225,7 +207,7 @@ class ReceiverSession(Session[ReceiveEvent]):
             self._welcome(message)
             return
         if isinstance(message, control.Refused):
-            self._end(_handshake_error(message.error.unpack()))
+            self._end(refusal(message.error.unpack()))
             return
         if isinstance(message, control.Bye):
             self._end(left(message, self._sender))
@@ -327,11 +309,7 @@ class ReceiverSession(Session[ReceiveEvent]):
         if self.remote is not None:
             return
         try:
-            check_protocol(self.manifest.protocol, message.protocol)
-            remote = decode_manifest(message.manifest)
-            if remote.instance != message.src:
-                raise ProtocolError("welcome of another instance", expected=message.src, got=remote.instance)
-            check_peers(self.manifest, remote)
+            remote = remote_manifest(self.manifest, message)
         except KVCoreError as error:
             self._sender = message.src
             self._end(error, tell=True)
@@ -350,11 +328,8 @@ class ReceiverSession(Session[ReceiveEvent]):
                 case control.Commit():
                     self._committed(record, message)
                 case control.Expired():
-                    self._fail(
-                        record,
-                        TransferExpiredError("the sender no longer holds the request", request=record.request),
-                        tell=False,
-                    )
+                    gone = TransferExpiredError("the sender no longer holds the request", request=record.request)
+                    self._fail(record, gone, tell=False)
                 case control.Abort():
                     self._fail(record, message.error.unpack(), tell=False)
         except TransferError as error:
@@ -380,11 +355,7 @@ class ReceiverSession(Session[ReceiveEvent]):
 
     def _landed(self, record: Incoming, offer: control.Offer, nbytes: dict[str, int]) -> None:
         add_bytes(record.nbytes, nbytes)
-        self._post(
-            control.Pulled(
-                **self._address(), request=record.request, attempt=record.attempt, seq=offer.seq, nbytes=nbytes
-            )
-        )
+        self._post(record.pulled(self._address(), offer, nbytes))
         self._events.append(ReceiveProgress(record.request, record.attempt, offer.start, offer.stop))
 
     def _poll_reads(self) -> None:
@@ -397,12 +368,8 @@ class ReceiverSession(Session[ReceiveEvent]):
                     self._settle(record)
                 else:
                     self._maybe_ask_commit(record)
-        for orphan in list(self._orphans):
-            record, reads = orphan
-            reads[:] = [read for read in reads if not terminal(read.handle)]
-            if not reads:
-                self._orphans.remove(orphan)
-                self._events.append(ReceiveQuiet(record.request, record.attempt))
+        for record in self._orphans.quiet():
+            self._events.append(ReceiveQuiet(record.request, record.attempt))
 
     def _poll_read(self, record: Incoming, read: Read) -> None:
         try:
@@ -432,15 +399,7 @@ class ReceiverSession(Session[ReceiveEvent]):
 
     def _ask_commit(self, record: Incoming) -> None:
         record.asked_commit_at = self._clock()
-        self._post(
-            control.PulledAll(
-                **self._address(),
-                request=record.request,
-                attempt=record.attempt,
-                nbytes=record.nbytes,
-                units=tuple(record.units),
-            )
-        )
+        self._post(record.pulled_all(self._address()))
 
     def _committed(self, record: Incoming, commit: control.Commit) -> None:
         if record.commit is not None:
@@ -450,16 +409,7 @@ class ReceiverSession(Session[ReceiveEvent]):
             assert self.plan is not None
             self._checksums.check(self.plan, record.landed, commit.checksums, record.request)
         record.commit = commit
-        self._events.append(
-            ReceiveDone(
-                record.request,
-                record.attempt,
-                record.stop,
-                record.nbytes,
-                commit.engine_data,
-                commit.pulled_early_bytes,
-            )
-        )
+        self._events.append(record.done(commit))
 
     def _fail(self, record: Incoming, error: KVCoreError, *, tell: bool = True) -> None:
         if record.error is not None:
@@ -467,14 +417,7 @@ class ReceiverSession(Session[ReceiveEvent]):
         record.error = error
         record.failed_at = self._clock()
         if tell and self.failure is None:
-            self._post(
-                control.Abort(
-                    **self._address(),
-                    request=record.request,
-                    attempt=record.attempt,
-                    error=control.WireError.of(error),
-                )
-            )
+            self._post(record.abort(self._address(), error))
         self._settle(record)
 
     def _settle(self, record: Incoming) -> None:
@@ -486,17 +429,14 @@ class ReceiverSession(Session[ReceiveEvent]):
         elif self._clock() - record.failed_at >= self.options.quiesce_s:
             self._report(record, quiet=False)
             if self.failure is None:
-                error = TransferError(
-                    "the transport cannot say that its reads have ended; it is retired",
-                    quiesce_s=self.options.quiesce_s,
-                )
-                self._end(error, tell=True)
+                never = "the transport cannot say that its reads have ended; it is retired"
+                self._end(TransferError(never, quiesce_s=self.options.quiesce_s), tell=True)
 
     def _report(self, record: Incoming, *, quiet: bool) -> None:
         assert record.error is not None
         del self._requests[record.request]
         if not quiet:
-            self._orphans.append((record, record.reads))
+            self._orphans.add(record)
         self._events.append(ReceiveFailed(record.request, record.attempt, record.error, quiet))
 
     def _end(self, error: KVCoreError, *, tell: bool = False) -> None:
@@ -506,9 +446,3 @@ class ReceiverSession(Session[ReceiveEvent]):
         self.failure = error if isinstance(error, TransferError) else TransferError(str(error))
         for record in list(self._requests.values()):
             self._fail(record, error, tell=False)
-
-
-def _handshake_error(error: KVCoreError) -> HandshakeError:
-    if isinstance(error, HandshakeError):
-        return error
-    return HandshakeError(error.message, remedy=error.remedy, **error.fields)

@@ -14,7 +14,6 @@ import structlog
 
 from kvcore.errors import (
     DuplicateRequestError,
-    HandshakeError,
     KVCoreError,
     PeerLostError,
     ProtocolError,
@@ -26,7 +25,7 @@ from kvcore.errors import (
 )
 from kvcore.requests.payload import Payload
 from kvcore.transfer.messages import control
-from kvcore.transfer.messages.manifest import Manifest, check_peers, check_protocol, decode_manifest
+from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.base import (
     Clock,
     Peer,
@@ -39,6 +38,7 @@ from kvcore.transfer.session.base import (
     left,
 )
 from kvcore.transfer.session.checksums import SenderChecksums
+from kvcore.transfer.session.handshake import remote_manifest, same_rank
 from kvcore.transfer.session.outgoing import (
     Ask,
     Asker,
@@ -46,8 +46,13 @@ from kvcore.transfer.session.outgoing import (
     Outgoing,
     PeerState,
     Reader,
+    check_ask,
     check_offer,
     check_payloads,
+    check_pulled,
+    check_pulled_all,
+    commit_message,
+    offer_message,
 )
 from kvcore.transfer.session.waiting import Waiting
 
@@ -196,10 +201,8 @@ class SenderSession(Session[SendEvent]):
                 self._fail(held[0], error)
                 return
         state = self._peers.get(peer)
-        self._post(
-            peer,
-            control.Bye(src=self.instance, dst=state.instance if state else "", error=control.WireError.of(error)),
-        )
+        dst = state.instance if state else ""
+        self._post(peer, control.Bye(src=self.instance, dst=dst, error=control.WireError.of(error)))
         self._drop(peer, error)
 
     def lost(self, peer: Peer, reason: str) -> None:
@@ -218,16 +221,11 @@ class SenderSession(Session[SendEvent]):
                 self._post(peer, control.Heartbeat(src=self.instance, dst=state.instance))
         for record in list(self._requests.values()):
             if record.ended_lease(now):
-                self._fail(
-                    record,
-                    TransferExpiredError(
-                        "lease ended before the receiver acknowledged", request=record.request, lease_s=options.lease_s
-                    ),
-                )
+                late = "lease ended before the receiver acknowledged"
+                self._fail(record, TransferExpiredError(late, request=record.request, lease_s=options.lease_s))
         for request, ask in self._waiting.asked_before(now - options.ask_timeout_s):
-            error = TransferExpiredError(
-                "the sender's engine never began the request", request=request, ask_timeout_s=options.ask_timeout_s
-            )
+            never = "the sender's engine never began the request"
+            error = TransferExpiredError(never, request=request, ask_timeout_s=options.ask_timeout_s)
             self._unask(request, ask, error)
 
     def close(self, reason: str = "sender closed") -> None:
@@ -263,11 +261,9 @@ class SenderSession(Session[SendEvent]):
         if isinstance(error, TransferExpiredError):
             self._post(asker.peer, control.Expired(**self._address(asker), request=request, attempt=asker.attempt))
             return
+        told = control.WireError.of(error)
         self._post(
-            asker.peer,
-            control.Abort(
-                **self._address(asker), request=request, attempt=asker.attempt, error=control.WireError.of(error)
-            ),
+            asker.peer, control.Abort(**self._address(asker), request=request, attempt=asker.attempt, error=told)
         )
 
     def _fail(self, record: Outgoing, error: KVCoreError, *, culprit: Peer | None = None) -> None:
@@ -308,32 +304,17 @@ class SenderSession(Session[SendEvent]):
             self._drop(peer, PeerLostError("the receiver was restarted", got=message.src))
         address = {"src": self.instance, "dst": message.src}
         try:
-            check_protocol(self.manifest.protocol, message.protocol)
-            remote = decode_manifest(message.manifest)
-            if remote.instance != message.src:
-                raise ProtocolError("hello of another instance", expected=message.src, got=remote.instance)
-            check_peers(self.manifest, remote)
-            self._check_rank(remote)
+            remote = remote_manifest(self.manifest, message)
+            before = same_rank(self._peers.values(), remote)
         except TransferError as error:
             _log.warning("hello refused", peer=peer.hex(), error=error.as_dict())
             self._post(peer, control.Refused(**address, error=control.WireError.of(error)))
             return
+        for old in [old for old, state in self._peers.items() if state is before]:
+            self._drop(old, PeerLostError("the receiver was restarted", got=remote.instance))
         now = self._clock()
         self._peers[peer] = PeerState(remote, heard_at=now, sent_at=now)
         self._post(peer, control.Welcome(**address, protocol=self.manifest.protocol, manifest=self._manifest_bytes))
-
-    def _check_rank(self, remote: Manifest) -> None:
-        """A rank that says hello again is a restarted one; one that counts other ranks than the rest is refused."""
-        for peer, state in list(self._peers.items()):
-            if state.engine != remote.engine:
-                continue
-            if state.num_ranks != remote.ranks.size:
-                raise HandshakeError(
-                    "ranks of one engine disagree on how many they are", field="ranks", local=state.num_ranks,
-                    remote=remote.ranks.size, engine=remote.engine,
-                )  # fmt: skip
-            if state.rank == remote.ranks.rank:
-                self._drop(peer, PeerLostError("the receiver was restarted", got=remote.instance))
 
     def _taken(self, peer: Peer, message: control.Taken) -> None:
         if self.checksums is None:
@@ -365,19 +346,13 @@ class SenderSession(Session[SendEvent]):
             self._waiting.add(message.request, ask)
 
     def _attach(self, record: Outgoing, ask: Ask) -> None:
-        if not ask.start <= ask.stop == record.num_tokens:
-            error = TransferError(
-                "ask does not fit the prompt",
-                request=record.request,
-                start=ask.start,
-                stop=ask.stop,
-                num_tokens=record.num_tokens,
-            )
+        try:
+            check_ask(record, ask)
+        except TransferError as error:
             self._tell(record.request, ask.asker, error)
             return
         record.engine, record.num_readers = ask.engine, self._peers[ask.asker.peer].num_ranks
-        reader = Reader(ask.asker, nothing=ask.start == ask.stop, layerwise=ask.layerwise)
-        record.readers[ask.asker.peer] = reader
+        record.readers[ask.asker.peer] = reader = Reader(ask.asker, ask.start == ask.stop, ask.layerwise)
         if record.complete:
             reader.lease_ends = self._clock() + self.options.lease_s
         self._push(record)
@@ -386,20 +361,7 @@ class SenderSession(Session[SendEvent]):
         for peer, reader in record.readers.items():
             offers = record.offers_for(reader)
             for seq in range(reader.sent, len(offers)):
-                offer = offers[seq]
-                self._post(
-                    peer,
-                    control.Offer(
-                        **self._address(reader.asker),
-                        request=record.request,
-                        attempt=reader.asker.attempt,
-                        seq=seq,
-                        start=offer.start,
-                        stop=offer.stop,
-                        payloads=offer.payloads,
-                        last=offer.last,
-                    ),
-                )
+                self._post(peer, offer_message(self._address(reader.asker), record, reader, seq, offers[seq]))
             reader.sent = len(offers)
 
     def _held(self, peer: Peer, request: str, attempt: int) -> tuple[Outgoing, Reader] | None:
@@ -418,13 +380,9 @@ class SenderSession(Session[SendEvent]):
         if held is None:
             return  # of an attempt that is over: its PulledAll will be answered `expired`
         record, reader = held
-        if message.seq >= reader.sent or message.seq in reader.pulled:
-            self._fail(
-                record, ProtocolError("offer reported pulled out of turn", request=record.request, seq=message.seq)
-            )
-            return
-        if not self._components.issuperset(message.nbytes):
-            error = ProtocolError("unknown components", request=record.request, got=sorted(message.nbytes)[:8])
+        try:
+            check_pulled(record, reader, message, self._components)
+        except ProtocolError as error:
             self._fail(record, error)
             return
         reader.pulled.add(message.seq)
@@ -434,24 +392,18 @@ class SenderSession(Session[SendEvent]):
     def _pulled_all(self, peer: Peer, message: control.PulledAll) -> None:
         held = self._held(peer, message.request, message.attempt)
         if held is None:
-            address = self._address(Asker(peer, message.attempt))
-            self._post(peer, control.Expired(**address, request=message.request, attempt=message.attempt))
+            error = TransferExpiredError("the attempt is over", request=message.request)
+            self._tell(message.request, Asker(peer, message.attempt), error)
             return
         record, reader = held
-        if not record.complete or len(reader.pulled) != reader.sent or message.nbytes != reader.nbytes:
-            error = ProtocolError(
-                "receiver reports a prompt it has not pulled", request=record.request, expected=reader.nbytes,
-                got=message.nbytes, offers=len(record.offers), pulled=len(reader.pulled),
-            )  # fmt: skip
+        try:
+            check_pulled_all(record, reader, message)
+            if self.checksums is not None and not reader.reported:
+                reader.checksums = self.checksums.of(peer, message.units)
+        except TransferError as error:
             self._fail(record, error)
             return
         self._renew_lease(reader)
-        if self.checksums is not None and not reader.reported:
-            try:
-                reader.checksums = self.checksums.of(peer, message.units)
-            except TransferError as error:
-                self._fail(record, error)
-                return
         reader.reported = True
         if record.committed:
             self._commit(record, reader)  # the answer has not arrived yet
@@ -461,20 +413,7 @@ class SenderSession(Session[SendEvent]):
                 self._commit(record, item)
 
     def _commit(self, record: Outgoing, reader: Reader) -> None:
-        self._post(
-            reader.asker.peer,
-            control.Commit(
-                **self._address(reader.asker),
-                request=record.request,
-                attempt=reader.asker.attempt,
-                num_tokens=record.num_tokens,
-                num_offers=reader.sent,
-                nbytes=reader.nbytes,
-                pulled_early_bytes=reader.early or 0,
-                engine_data=record.engine_data,
-                checksums=reader.checksums,
-            ),
-        )
+        self._post(reader.asker.peer, commit_message(self._address(reader.asker), record, reader))
 
     def _ack(self, peer: Peer, message: control.Ack) -> None:
         held = self._held(peer, message.request, message.attempt)
@@ -488,8 +427,8 @@ class SenderSession(Session[SendEvent]):
         if not all(item.acked for item in record.readers.values()):
             return
         del self._requests[record.request]
-        early = sum(item.early or 0 for item in record.readers.values())
-        self._events.append(SendDone(record.request, message.attempt, record.num_tokens, record.total_bytes(), early))
+        total, early = record.total_bytes(), sum(item.early or 0 for item in record.readers.values())
+        self._events.append(SendDone(record.request, message.attempt, record.num_tokens, total, early))
 
     def _aborted(self, peer: Peer, message: control.Abort) -> None:
         ask = self._waiting.get(message.request, peer)

@@ -16,9 +16,8 @@ from kvcore.requests.payload import Payload
 from kvcore.transfer.messages import control
 from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.base import Peer, ReceiveEvent, ReceiveFailed, SendEvent, SendFailed, TransferOptions
-from kvcore.transfer.session.checksums import SenderChecksums
+from kvcore.transfer.session.checksums import Checks, SenderChecksums
 from kvcore.transfer.session.joined import JoinedReceiver, name
-from kvcore.transfer.session.receiver import Checks
 from kvcore.transfer.session.sender import SenderSession
 from kvcore.transfer.wire.loop import CurveKeys, Endpoint, EndpointStats, drain
 

@@ -1,0 +1,50 @@
+"""What both sides of a hello check, before anything is asked or offered (no I/O)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcore.errors import HandshakeError, KVCoreError, ProtocolError
+from kvcore.transfer.messages import control
+from kvcore.transfer.messages.manifest import Manifest, check_peers, check_protocol, decode_manifest
+from kvcore.transfer.session.outgoing import PeerState
+
+
+def remote_manifest(local: Manifest, message: control.Hello | control.Welcome) -> Manifest:
+    """The manifest of the peer that introduces itself.
+
+    Raises HandshakeError where the two cannot exchange bytes, and ProtocolError for a manifest that is none, or another
+    instance's.
+    """
+    check_protocol(local.protocol, message.protocol)
+    remote = decode_manifest(message.manifest)
+    if remote.instance != message.src:
+        name = type(message).__name__.lower()
+        raise ProtocolError(f"{name} of another instance", expected=message.src, got=remote.instance)
+    check_peers(local, remote)
+    return remote
+
+
+def same_rank(states: Iterable[PeerState], remote: Manifest) -> PeerState | None:
+    """The peer that has been the same rank of the same engine until now: it was restarted.
+
+    Raises HandshakeError where ``remote`` counts other ranks than the rest of its engine.
+    """
+    for state in states:
+        if state.engine != remote.engine:
+            continue
+        if state.num_ranks != remote.ranks.size:
+            raise HandshakeError(
+                "ranks of one engine disagree on how many they are", field="ranks", local=state.num_ranks,
+                remote=remote.ranks.size, engine=remote.engine,
+            )  # fmt: skip
+        if state.rank == remote.ranks.rank:
+            return state
+    return None
+
+
+def refusal(error: KVCoreError) -> HandshakeError:
+    """What a peer said when it refused the hello, as a handshake's error."""
+    if isinstance(error, HandshakeError):
+        return error
+    return HandshakeError(error.message, remedy=error.remedy, **error.fields)
