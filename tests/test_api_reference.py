@@ -1,0 +1,28 @@
+"""``docs/api.md`` says what the docstrings of the contract say."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+
+from kvcore import contract
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_api_reference_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("kvcore_api_reference", ROOT / "scripts" / "api_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (ROOT / "docs" / "api.md").read_text() == script.page(), "run: python scripts/api_reference.py"
+
+
+def test_every_class_of_the_contract_is_on_the_page() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    for name in contract.__all__:
+        value = getattr(contract, name)
+        if inspect.isclass(value) and value.__module__.startswith("kvcore.contract."):
+            assert f"### `{name}`" in text, name
