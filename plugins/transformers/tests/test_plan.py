@@ -149,9 +149,9 @@ def test_what_is_planned_is_what_is_allocated(plan, tmp_path, family, fmt, page_
         assert all(arena.dtype is torch.uint8 for arena in arenas)
         assert said["token_capacity"] == cache.token_capacity
         tokens = said["token_capacity"]
-        assert cache.can_admit(tokens)
-        assert not cache.can_admit(tokens + 1)
-        cache.admit("all of it", tokens)
+        assert cache.manager.can_admit(tokens)
+        assert not cache.manager.can_admit(tokens + 1)
+        cache.manager.admit("all of it", tokens)
     page_bytes = sum(
         item.unit_bytes * len(layout.layers)
         for layout in cache.layouts.values()

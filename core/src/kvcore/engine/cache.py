@@ -28,12 +28,13 @@ from kvcore.engine.fitting import Holders, budgets
 from kvcore.engine.peers import ReceiveSide, SendSide
 from kvcore.engine.sizing import CapacityPlan, plan_capacity
 from kvcore.engine.step import Step
-from kvcore.errors import CapacityError, RequestError
+from kvcore.errors import CapacityError, ConfigError, PromptTooLongError, RequestError, nearest
 from kvcore.layout import Int64Array, Layout
 from kvcore.memory.store import Store
 from kvcore.plugins import Registry
 from kvcore.plugins.dispatch import KernelChoice
 from kvcore.requests.manager import Manager, ManagerStats, Request
+from kvcore.requests.spaces import slots_held
 from kvcore.retraction.fit import check_backup, check_backup_size
 from kvcore.retraction.retractor import RetractionHandle, RetractionStats, Retractor
 from kvcore.spec import ModelSpec, Ranks, Shard
@@ -157,6 +158,7 @@ class KVCache:
             max_rows=config.cache.max_rows,
             max_tokens=config.cache.max_tokens,
             shard=shard,
+            spaces=spaces,
         )
         try:
             retractor = Retractor(manager, store, backup, layouts, frozenset(holders.components))
@@ -209,6 +211,8 @@ class KVCache:
     def can_admit(self, num_tokens: int, *, headroom_tokens: int = 0) -> bool:
         """Whether ``admit`` would succeed now, counted in whole units, with room for further tokens left."""
         self._retractor.poll()
+        if 0 < self.model.max_length < num_tokens:
+            return False
         return self._over_budget() is None and self.manager.can_admit(num_tokens, headroom_tokens=headroom_tokens)
 
     def admit(self, request_id: str, num_tokens: int) -> Request:
@@ -219,6 +223,14 @@ class KVCache:
         memory); nothing is changed by a refusal.
         """
         self._retractor.poll()
+        longest = self.model.max_length
+        if longest and num_tokens > longest:
+            raise PromptTooLongError(
+                "the prompt is longer than the model accepts",
+                request=request_id,
+                num_tokens=num_tokens,
+                capacity=longest,
+            )
         held = self._over_budget()
         if held is not None:
             raise CapacityError(
@@ -250,6 +262,25 @@ class KVCache:
     def units(self, request_id: str, group: str, range_name: str) -> Int64Array:
         """Unit ids of a request, in logical order."""
         return self.manager.units(request_id, group, range_name)
+
+    def slots(self, request_id: str, group: str, start: int, stop: int, *, range_name: str | None = None) -> Int64Array:
+        """Where the tokens ``[start, stop)`` of a request are now, for tests and debuggers: ``int64 [stop - start]``.
+
+        Slots of a range of the group (None: the one tokens are stored in), as a step's batch names them and
+        :meth:`kvcore.memory.store.Store.load` takes them; −1 for a token that the range holds nothing of. See
+        :func:`kvcore.requests.spaces.slots_held`. RequestError outside ``0 <= start <= stop <= length``; ConfigError for
+        an unknown group.
+        """
+        if group not in self.layouts:
+            raise ConfigError("no such layer group", group=group, remedy=nearest(group, self.layouts))
+        name = range_name or self.layouts[group].token_range
+        units, length = self.manager.units(request_id, group, name), self.length(request_id)
+        spec = self.layouts[group].space_of_range(name)
+        return slots_held(units, self.store.pools[group].first_unit(name), spec, length, start, stop)
+
+    def joint_prefix(self, request_id: str, at_most: int) -> int:
+        """Longest prefix that :meth:`fork` can share: see :meth:`kvcore.requests.manager.Manager.joint_prefix`."""
+        return self.manager.joint_prefix(request_id, at_most)
 
     # --- checkpoints ---
 
@@ -300,6 +331,7 @@ class KVCache:
             self._holders.demand_checkpoints()
         for side in self._sides:
             side.refuse_steps(request_id for request_id, _ in rows)
+        self._refuse_past_the_end(rows)
         plan = self._retractor.with_room(lambda: self.manager.plan_step(rows, speculative=speculative))
         try:
             self.store.begin(plan)
@@ -307,6 +339,19 @@ class KVCache:
             self.manager.abandon(plan, ran=False)
             raise
         return Step(self.manager, self.store, plan, self._abandoned)
+
+    def _refuse_past_the_end(self, rows: Sequence[tuple[str, int]]) -> None:
+        longest = self.model.max_length
+        for request_id, count in rows if longest else ():
+            length = self.manager.get(request_id).length
+            if count > 0 and length >= longest:
+                raise RequestError(
+                    "the request is as long as the model accepts",
+                    request=request_id,
+                    length=length,
+                    max_length=longest,
+                    remedy="end it; a step may reach beyond that length, by its drafts, but not begin there",
+                )
 
     # --- retraction ---
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from types import MappingProxyType
 
 import msgspec
 
@@ -17,14 +16,12 @@ from kvcore.contract import IndexSpace
 from kvcore.errors import ConfigError, nearest
 from kvcore.layout import Layout, Region, SpaceSpec
 from kvcore.requests.ranges import is_exact
-from kvcore.requests.spaces import INDEX_SPACES
+from kvcore.requests.spaces import BUILTIN_SPACES
 
 Units = dict[str, dict[str, int]]
 """Group → unit range → units, the null unit included."""
 
 Spaces = Mapping[str, IndexSpace]
-
-BUILTIN_SPACES: Spaces = MappingProxyType({space.kind: space() for space in INDEX_SPACES})
 
 
 class CapacityPlan(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from kvcore.contract import (
     BatchPlan,
     Fence,
     Format,
+    IndexSpace,
     Kernel,
     PoolBuilder,
     PoolView,
@@ -28,7 +29,7 @@ from kvcore.errors import (
     UnsupportedError,
     nearest,
 )
-from kvcore.layout import Layout
+from kvcore.layout import Layout, SpaceSpec
 from kvcore.memory.batch import BatchBuilder
 from kvcore.memory.constants import ConstantFields
 from kvcore.memory.opchecks import check_attend, check_format, check_layers, check_load, check_rows, check_window
@@ -36,6 +37,7 @@ from kvcore.memory.pool import Pool
 from kvcore.memory.states import StateSlots
 from kvcore.memory.tensors import int64_tensor
 from kvcore.plugins.dispatch import ChosenKernels, KernelChoice, KernelTable, choose_kernels
+from kvcore.requests.spaces import BUILTIN_SPACES
 from kvcore.requests.stepplan import RangePlan, StepPlan
 from kvcore.spec import LayerGroup, ModelSpec, Shard
 
@@ -98,6 +100,7 @@ class Store:
         device: ``cpu``, ``cuda:0``, …
         max_rows, max_tokens: the largest step.
         shard: which heads of the model this rank holds.
+        spaces: index spaces by kind, which say how wide the page tables of a range may become.
 
     Raises UnsupportedError, PluginError or ConfigError for what cannot work, before memory is allocated; CapacityError
     where memory is missing, with nothing kept.
@@ -116,6 +119,7 @@ class Store:
         max_rows: int,
         max_tokens: int,
         shard: Shard | None = None,
+        spaces: Mapping[str, IndexSpace] = BUILTIN_SPACES,
     ) -> None:
         self.model = model
         self.op_counts: Counter[str] = Counter()
@@ -126,7 +130,9 @@ class Store:
         self._step: StepPlan | None = None
         self._last_step: int | None = None
         self._decode = False
-        self._longest = model.max_length or _longest_request(layouts, units)
+        self._spaces = spaces
+        # A step that begins below the model's length may end beyond it, by drafts that are rejected.
+        self._longest = model.max_length + max_tokens if model.max_length else _longest_request(layouts, units)
         ready: list[tuple[LayerGroup, Layout, PoolBuilder, _Tokens | None]] = []
         for group in model.groups:
             layout, tokens = _of(layouts, group, "layout"), None
@@ -156,14 +162,10 @@ class Store:
         builders = {}
         slots = {}
         for item in layout.ranges:
-            tokens = layout.space_of_range(item.name).tokens_per_unit
-            # The table of a window counts units that are dead too: it is longer than its range has units.
-            evicts = layout.space_of_range(item.name).option("window") > 0
-            longest = self._longest if evicts else self.model.max_length
             first = pool.first_unit(item.name)
             builders[item.name] = BatchBuilder(
                 *self._sizes,
-                max(units[item.name], -(-longest // tokens) if tokens else 1),
+                self._widest(layout.space_of_range(item.name), units[item.name]),
                 null_unit=first,
                 device=self._device,
                 whole_rows=layout.space_of_range(item.name).unit == "row",
@@ -186,6 +188,16 @@ class Store:
         for layer, storage in group.shares:
             if storage in layout.layers:
                 self._routes[layer] = _Route(state, table, storage, False)
+
+    def _widest(self, spec: SpaceSpec, units: int) -> int:
+        """Most logical units of a request in a range of ``units``."""
+        space = self._spaces.get(spec.kind)
+        longest = max(1, self._longest)
+        if space is None:
+            return max(units, -(-longest // spec.tokens_per_unit) if spec.tokens_per_unit else 1)
+        touched = max(1, space.num_units(spec, longest))
+        # A table counts units that are dead too: where some fall dead it may be longer than its range has units.
+        return touched if space.evict_before(spec, longest) else min(units, touched)
 
     # --- what there is ---
 

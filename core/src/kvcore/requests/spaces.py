@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
@@ -233,6 +235,34 @@ def slots_of(units: Int64Array, page_size: int, start: int, stop: int) -> Int64A
     return np.where(owner < 0, np.int64(-1), owner * page_size + positions % page_size)
 
 
+def slots_held(units: Int64Array, null: int, spec: SpaceSpec, length: int, start: int, stop: int) -> Int64Array:
+    """Slots that hold the tokens ``[start, stop)`` of a request now, ``int64 [stop - start]``, as a step's batch names them.
+
+    Args:
+        units: the request's region unit ids in logical order, ``[N]``; what is dead is ``null``.
+        null: null unit of the range.
+        spec: the space of the range.
+        length: tokens of the request.
+
+    Returns:
+        Per token: ``unit * tokens_per_unit + offset``; in a space without tokens per unit its unit, which is the place
+        in a ring, or the state slot for the last token. −1 where nothing of the token is held: its unit is dead, its ring
+        place was overwritten, or no whole row of a compressed space has it yet. RequestError outside the request.
+    """
+    if not 0 <= start <= stop <= length:
+        raise RequestError("tokens outside the request", start=start, stop=stop, length=length)
+    held = np.where(np.asarray(units, np.int64) == null, np.int64(-1), units)
+    page = spec.tokens_per_unit
+    if page:
+        whole = length // page * page if spec.unit == "row" else length
+        there = slots_of(held, page, min(start, whole), min(stop, whole))
+        return np.concatenate((there, np.full(stop - start - len(there), -1, np.int64)))
+    if not len(held):
+        return np.full(stop - start, -1, np.int64)
+    positions = np.arange(start, stop, dtype=np.int64)
+    return np.where(positions >= length - len(held), held[positions % len(held)], np.int64(-1))
+
+
 def _tokens(length: int) -> int:
     if length < 0:
         raise RequestError("a length is never negative", length=length)
@@ -278,3 +308,5 @@ INDEX_SPACES: tuple[type[IndexSpace], ...] = (
     PerRequestSpace,
     ConstantSpace,
 )
+
+BUILTIN_SPACES: Mapping[str, IndexSpace] = MappingProxyType({space.kind: space() for space in INDEX_SPACES})
