@@ -50,7 +50,7 @@ class _TorchAttend(Kernel):
 
     def supports(self, device: str, layout: Layout, group: LayerGroup) -> Support:
         """Plain layouts on the CPU with ``k`` and ``v`` of equally many heads."""
-        return attends_keys_and_values(group) and plain_layout(device, layout)
+        return attends_keys_and_values(group) and plain_layout(device, layout, group)
 
 
 def _pages(pool: PoolView) -> tuple[_PlainPages, _PlainPages, int]:

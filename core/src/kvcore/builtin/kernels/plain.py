@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from kvcore.contract import FULL, PoolView, Support, unsupported
 from kvcore.layout import Layout
+from kvcore.spec import LayerGroup
 
 PLAIN = ("bf16", "fp16", "fp32")
 _AXES = ("slot", "head", "dim")
 _ORDERS = ("head slot dim", "slot head dim")
 
 
-def plain_layout(device: str, layout: Layout) -> Support:
+def plain_layout(device: str, layout: Layout, group: LayerGroup) -> Support:
     if device != "cpu":
         return unsupported(f"runs on the CPU, the device is {device}")
+    lost = {tensor.name for tensor in group.tensors} - {region.name for region in layout.regions}
+    if lost:
+        return unsupported(f"needs a region for every stored tensor, has none for {', '.join(sorted(lost))}")
     for region in layout.regions:
         for field in region.data_fields:
             if field.order not in _ORDERS or tuple(axis.name for axis in field.axes) != _AXES:

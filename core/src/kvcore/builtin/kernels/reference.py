@@ -32,6 +32,28 @@ from kvcore.spec import LayerGroup
 _EXACT = torch.float64
 
 
+def places_tokens(layout: Layout) -> Support:
+    """Whether a slot of the token range names a place of its own for one token, in every region that requests write.
+
+    Only then may rows be scattered by slot alone: a ring or a state slot gives several tokens one unit, compressed rows
+    have no place for each token, and a region without the token range has other bytes, or none, at its units.
+    """
+    name = layout.token_range
+    space = layout.space_of_range(name)
+    tokens = space.tokens_per_unit
+    if tokens < 1 or (space.unit != "page" and tokens > 1):
+        return unsupported(
+            f"writes a token to a slot of its own; units of range {name!r} (space {space.kind!r}, unit {space.unit!r}, "
+            f"{tokens} tokens each) have none"
+        )
+    for item in layout.moving_regions:
+        if name not in item.ranges:
+            return unsupported(
+                f"writes every region at slots of range {name!r}; region {item.name!r} has {', '.join(item.ranges)}"
+            )
+    return FULL
+
+
 class _FieldAccess:
     """Elements of one data field, addressed one by one."""
 
@@ -58,15 +80,38 @@ class _FieldAccess:
 
 
 class _Access:
-    """Rows of a pool through the format's reference."""
+    """Rows of a pool through the format's reference.
 
-    def __init__(self, pool: PoolView, format: Format) -> None:
+    Raises LayoutError where the format finds no bytes of a tensor that the group stores.
+    """
+
+    def __init__(self, pool: PoolView, group: LayerGroup, format: Format) -> None:
         self.layout = pool.layout
         self.format = format
         self.constants = ConstantFields(pool)
         regions = pool.layout.moving_regions
         self.fields = [_FieldAccess(pool, region.name, f) for region in regions for f in region.data_fields]
-        self.page_size = max(1, pool.layout.space_of_range(pool.layout.token_range).tokens_per_unit)
+        self.page_size = pool.layout.space_of_range(pool.layout.token_range).tokens_per_unit
+        self._check(pool, group)
+
+    def _check(self, pool: PoolView, group: LayerGroup) -> None:
+        """Decode no rows at all: what that does not give back, no load ever would."""
+        stored = {tensor.name for tensor in group.tensors}
+        nothing = torch.zeros(0, dtype=torch.int64, device=pool.device)
+        lost, cause = stored, None
+        try:
+            lost = stored - set(self.read(self.layout.layers[0], nothing, self.page_size, torch.float32))
+        except KeyError as error:
+            cause = error
+        if lost:
+            raise LayoutError(
+                "the layout does not hold every tensor of the group",
+                format=self.format.name,
+                group=group.prefix,
+                expected=sorted(stored),
+                got=[f"{region}.{field}" for region, field in (access.key for access in self.fields)],
+                remedy="let the format's layout have a field for each of them",
+            ) from cause
 
     def _bound(self, layer: int) -> Format:
         """The format with the constants of a layer, read anew: they may be set after kernels are bound."""
@@ -108,12 +153,12 @@ class ReferenceStore(Kernel):
     formats = ("*",)
 
     def supports(self, device: str, layout: Layout, group: LayerGroup) -> Support:
-        """Everything torch can address."""
-        return FULL
+        """Layouts with a slot of its own for every token: :func:`places_tokens`."""
+        return places_tokens(layout)
 
     def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> Callable[..., Any]:
         """See :class:`kvcore.contract.Kernel`."""
-        access = _Access(pool, format)
+        access = _Access(pool, group, format)
 
         def store(
             layer: int,
@@ -141,12 +186,12 @@ class ReferenceLoad(Kernel):
     formats = ("*",)
 
     def supports(self, device: str, layout: Layout, group: LayerGroup) -> Support:
-        """Everything torch can address."""
-        return FULL
+        """Layouts with a slot of its own for every token: :func:`places_tokens`."""
+        return places_tokens(layout)
 
     def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> Callable[..., Any]:
         """See :class:`kvcore.contract.Kernel`."""
-        access = _Access(pool, format)
+        access = _Access(pool, group, format)
 
         def load(layer: int, slots: torch.Tensor, out: Mapping[str, torch.Tensor], after: Fence = DONE) -> Fence:
             after.wait()
@@ -212,17 +257,17 @@ class _ReferenceAttend(Kernel):
     formats = ("*",)
 
     def supports(self, device: str, layout: Layout, group: LayerGroup) -> Support:
-        """Groups that store ``k`` and ``v``, or ``latent`` and optionally ``rope``."""
+        """Groups that store ``k`` and ``v``, or ``latent`` and optionally ``rope``, with a slot for every token."""
         names = {tensor.name for tensor in group.tensors}
         if group.kind != "attention" or names not in ({"k", "v"}, {"latent"}, {"latent", "rope"}):
             return unsupported(
                 f"attends over k and v, or latent and rope, not over {', '.join(sorted(names)) or 'nothing'}"
             )
-        return FULL
+        return places_tokens(layout)
 
     def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> Callable[..., Any]:
         """See :class:`kvcore.contract.Kernel`."""
-        access = _Access(pool, format)
+        access = _Access(pool, group, format)
 
         def attend(
             layer: int,

@@ -26,7 +26,7 @@ class TorchStore(Kernel):
 
     def supports(self, device: str, layout: Layout, group: LayerGroup) -> Support:
         """Plain layouts on the CPU."""
-        return plain_layout(device, layout)
+        return plain_layout(device, layout, group)
 
     def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> Callable[..., Any]:
         """See :class:`kvcore.contract.Kernel`."""
@@ -70,7 +70,7 @@ class TorchLoad(Kernel):
 
     def supports(self, device: str, layout: Layout, group: LayerGroup) -> Support:
         """Plain layouts on the CPU."""
-        return plain_layout(device, layout)
+        return plain_layout(device, layout, group)
 
     def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> Callable[..., Any]:
         """See :class:`kvcore.contract.Kernel`."""
