@@ -30,6 +30,28 @@ def test_a_row_has_one_result(inner, outer):
         assert torch.equal(holder.linear(rows[-count:]), want[-count:]), count
 
 
+class SiluRMSNormGated(torch.nn.Module):
+    def forward(self, rows, gate):
+        return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True)) * torch.nn.functional.silu(gate)
+
+
+@pytest.mark.parametrize("width", [16, 24, 7, 128])
+@torch.inference_mode()
+def test_a_head_has_one_norm(width):
+    """Whatever the rest of the tensor: what is left over behind whole vectors takes another exponential."""
+    torch.manual_seed(0)
+    holder = Holder(8, 8)
+    holder.norm = SiluRMSNormGated()
+    rows, gate = torch.randn(2, 96, width)
+    plain = holder.norm(rows, gate)
+    steady_rows(holder)
+    want = holder.norm(rows, gate)
+    torch.testing.assert_close(want, plain)
+    for count in range(1, 96):
+        assert torch.equal(holder.norm(rows[:count], gate[:count]), want[:count]), count
+        assert torch.equal(holder.norm(rows[-count:], gate[-count:]), want[-count:]), count
+
+
 @torch.inference_mode()
 def test_it_is_the_same_product(tiny_model):
     """Of plain torch up to rounding, in every shape; and twice is once."""
