@@ -38,15 +38,18 @@ ORDER = """
     transfer.shm transfer.shm.windows transfer.shm.memfd transfer.shm.stage_wire transfer.shm.stage_server
     transfer.shm.stage_channel transfer.shm.stage_reader transfer.shm.server transfer.shm.transport
     retraction retraction.saved retraction.fit retraction.retractor
-    engine engine.sizing engine.fitting engine.handover engine.peers engine.step engine.cache
+    engine engine.turns engine.sizing engine.fitting engine.assembly engine.handover engine.sides engine.peers engine.poison engine.step engine.cache
 """.split()  # noqa: SIM905 - a line a layer
 
 # The only ones that may load torch when they are imported.
 TENSORS = [
     *(name for name in ORDER if name.startswith("memory.")),
     "retraction.retractor",
+    "engine.assembly",
     "engine.handover",
+    "engine.sides",
     "engine.peers",
+    "engine.poison",
     "engine.step",
     "engine.cache",
 ]

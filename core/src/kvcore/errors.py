@@ -119,6 +119,12 @@ class PromptTooLongError(RequestError, ValueError):
     code = "prompt_too_long"
 
 
+class StepTooLargeError(RequestError, ValueError):
+    """A step larger than the cache was built for: the same call never succeeds, whatever is retracted or released."""
+
+    code = "step_too_large"
+
+
 class DuplicateRequestError(RequestError):
     """A request id that is in use; the first holder is untouched."""
 

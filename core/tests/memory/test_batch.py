@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.contract import BatchPlan
-from kvcore.errors import CapacityError, IntegrityError, StaleHandleError
+from kvcore.errors import IntegrityError, StaleHandleError, StepTooLargeError
 from kvcore.memory.batch import BatchBuilder
 from kvcore.memory.uploads import Uploads
 from kvcore.requests.stepplan import RangePlan, StepPlan, StepRow
@@ -81,12 +81,12 @@ def test_dead_units_take_no_writes() -> None:
 
 def test_steps_that_do_not_fit_are_refused() -> None:
     builder = BatchBuilder(2, 8, 3)
-    with pytest.raises(CapacityError, match="more rows"):
+    with pytest.raises(StepTooLargeError, match="more rows"):
         build(builder, step(1, [(0, 1, [1])] * 3))
-    with pytest.raises(CapacityError, match="more tokens") as error:
+    with pytest.raises(StepTooLargeError, match="more tokens") as error:
         build(builder, step(1, [(0, 9, [1, 2, 3])]))
     assert (error.value.fields["got"], error.value.remedy) == (9, "raise cache.max_tokens")
-    with pytest.raises(CapacityError, match="more units"):
+    with pytest.raises(StepTooLargeError, match="more units"):
         build(builder, step(1, [(0, 1, [1, 2, 3, 4])]))
     with pytest.raises(IntegrityError, match="too few units") as short:
         build(builder, step(1, [(0, 1, [1]), (3, 2, [2])]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pluggy
@@ -32,6 +32,21 @@ class PluginInfo(msgspec.Struct, frozen=True):
     contract: tuple[int, int]
     requires: tuple[str, ...] = ()
     summary: str = ""
+
+
+class Unique:
+    """Owns memory, or a place in a protocol, once: :mod:`copy` and :mod:`pickle` are refused with UnsupportedError.
+
+    A copy would own the same descriptors and units a second time, and give them back twice.
+    """
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        kind = type(self).__name__
+        raise UnsupportedError(
+            f"a {kind} is neither copied nor pickled",
+            kind=kind,
+            remedy="fork a request to share its prefix; create another cache for memory of its own",
+        )
 
 
 class Support(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvcore.contract.base import Fence, Support
+from kvcore.contract.base import Fence, Support, Unique
 from kvcore.layout import Buffer, Int64Array, Layout, Placement
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _nothing() -> None:
     return None
 
 
-class Arena(ABC):
+class Arena(Unique, ABC):
     """One piece of device memory, owned until :meth:`close`.
 
     Attributes:

@@ -14,29 +14,27 @@ transport) by step plans. An engine's loop is::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import numpy as np
 
 from kvcore.config import Config
-from kvcore.contract import Backup, PoolView, Transport
-from kvcore.engine.fitting import Holders, budgets
+from kvcore.contract import PoolView, Transport, Unique
+from kvcore.engine.assembly import Parts, assemble
 from kvcore.engine.peers import ReceiveSide, SendSide
-from kvcore.engine.sizing import CapacityPlan, plan_capacity
+from kvcore.engine.poison import poisoning
 from kvcore.engine.step import Step
-from kvcore.errors import CapacityError, ConfigError, PromptTooLongError, RequestError, nearest
-from kvcore.layout import Int64Array, Layout
-from kvcore.memory.store import Store
+from kvcore.engine.turns import Turns, in_turn
+from kvcore.errors import CapacityError, ConfigError, PromptTooLongError, RequestError, StepTooLargeError, nearest
+from kvcore.layout import Int64Array
 from kvcore.plugins import Registry
 from kvcore.plugins.dispatch import KernelChoice
-from kvcore.requests.manager import Manager, ManagerStats, Request
+from kvcore.requests.manager import ManagerStats, Request
 from kvcore.requests.spaces import slots_held
-from kvcore.retraction.fit import check_backup, check_backup_size
-from kvcore.retraction.retractor import RetractionHandle, RetractionStats, Retractor
+from kvcore.retraction.retractor import RetractionHandle, RetractionStats
 from kvcore.spec import ModelSpec, Ranks, Shard
 from kvcore.transfer.messages.manifest import Manifest, new_instance
 
@@ -60,8 +58,12 @@ class CacheStats(msgspec.Struct, frozen=True):
     retraction: RetractionStats
 
 
-class KVCache:
+class KVCache(Unique):
     """The KV cache of one model in this process. Build with :meth:`create`; a context manager.
+
+    Any thread may call it, its steps and its sides: calls take turns, each is whole. One step is open at a time. What is
+    reached through ``manager`` and ``store`` does not take turns. A cache is not copied (UnsupportedError): requests are
+    forked.
 
     Attributes:
         model, config: what it was built for.
@@ -74,30 +76,21 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        model: ModelSpec,
-        config: Config,
-        layouts: Mapping[str, Layout],
-        capacity: CapacityPlan,
-        manager: Manager,
-        store: Store,
-        retractor: Retractor,
-        holders: Holders,
-        registry: Registry,
-        shard: Shard,
-        ranks: Ranks,
+        self, model: ModelSpec, config: Config, parts: Parts, registry: Registry, shard: Shard, ranks: Ranks
     ) -> None:
         self.model = model
         self.config = config
-        self.layouts = dict(layouts)
-        self.capacity = capacity
-        self.manager = manager
-        self.store = store
+        self.layouts = parts.layouts
+        self.capacity = parts.capacity
+        self.manager = parts.manager
+        self.store = parts.store
         self.shard = shard
         self.ranks = ranks
-        self._retractor = retractor
-        self._holders = holders
+        self._retractor = parts.retractor
+        self._holders = parts.holders
         self._registry = registry
+        self._turns = Turns()
+        self._step: Step | None = None
         self._sides: list[SendSide | ReceiveSide] = []
         self._closed = False
         self.poison_freed = False
@@ -124,52 +117,12 @@ class KVCache:
         where ``config.cache.memory`` holds no unit.
         """
         shard = shard or Shard()
-        kv_format = registry.format(config.cache.format, **config.cache.format_options)
-        holders = Holders(model, kv_format, registry, shard)
-        here = holders.model
-        layouts = holders.layouts(page_size=config.cache.page_size, arena=config.cache.arena)
-        spaces = registry.index_spaces()
-        holders.check(layouts, spaces)
-        backup: Backup | None = None
-        if config.retraction.policy == "backup":
-            backup = registry.backup(config.retraction.backend, **config.retraction.options)
-            check_backup(backup, layouts)
-        capacity = plan_capacity(
-            layouts,
-            config.cache.memory,
-            config.cache.max_requests,
-            spaces=spaces,
-            step_tokens=config.cache.max_tokens,
-            step_rows=config.cache.max_rows,
-            checkpoints=config.cache.checkpoints,
-        )
-        units = capacity.units
-        manager = Manager(budgets(layouts, units), spaces, max_requests=capacity.request_capacity)
-        if backup is not None:
-            check_backup_size(backup, layouts, spaces, manager.max_request_tokens)
-        store = Store(
-            here,
-            layouts,
-            {group.prefix: kv_format for group in here.groups if group.kind == "attention"},
-            units,
-            registry.pool_builders(),
-            registry.kernels(),
-            device=config.cache.device,
-            max_rows=config.cache.max_rows,
-            max_tokens=config.cache.max_tokens,
-            shard=shard,
-            spaces=spaces,
-        )
-        try:
-            retractor = Retractor(manager, store, backup, layouts, frozenset(holders.components))
-            place = (registry, shard, ranks or Ranks())
-            return cls(model, config, layouts, capacity, manager, store, retractor, holders, *place)
-        except BaseException:
-            store.close()
-            raise
+        parts = assemble(model, config, registry, shard)
+        return cls(model, config, parts, registry, shard, ranks or Ranks())
 
     # --- what belongs to the model ---
 
+    @in_turn
     def set_constants(self, group: str, values: Mapping[tuple[str, str], torch.Tensor]) -> None:
         """Set constants of a layer group, such as calibrated scales, before the first request.
 
@@ -208,6 +161,7 @@ class KVCache:
         """Live requests that windows, rings and states are put aside for. None where only tokens bound them."""
         return self.capacity.request_capacity
 
+    @in_turn
     def can_admit(self, num_tokens: int, *, headroom_tokens: int = 0) -> bool:
         """Whether ``admit`` would succeed now, counted in whole units, with room for further tokens left."""
         self._retractor.poll()
@@ -215,6 +169,7 @@ class KVCache:
             return False
         return self._over_budget() is None and self.manager.can_admit(num_tokens, headroom_tokens=headroom_tokens)
 
+    @in_turn
     def admit(self, request_id: str, num_tokens: int) -> Request:
         """Start a request of ``num_tokens`` prompt tokens and allocate their units.
 
@@ -241,10 +196,12 @@ class KVCache:
             )
         return self.manager.admit(request_id, num_tokens)
 
+    @in_turn
     def fork(self, request_id: str, new_id: str, prefix_tokens: int) -> Request:
         """Start ``new_id`` with the first tokens of another request; units are shared and copied on first write."""
         return self.manager.fork(request_id, new_id, prefix_tokens)
 
+    @in_turn
     def release(self, request_id: str) -> None:
         """End a request: its units return to the pool, rows of a step under way are dropped, its transfer is aborted.
 
@@ -255,14 +212,17 @@ class KVCache:
             self.manager.release(request_id)
             self.store.invalidate(request_id)
 
+    @in_turn
     def length(self, request_id: str) -> int:
         """Tokens of a request in the cache."""
         return self.manager.get(request_id).length
 
+    @in_turn
     def units(self, request_id: str, group: str, range_name: str) -> Int64Array:
         """Unit ids of a request, in logical order."""
         return self.manager.units(request_id, group, range_name)
 
+    @in_turn
     def slots(self, request_id: str, group: str, start: int, stop: int, *, range_name: str | None = None) -> Int64Array:
         """Where the tokens ``[start, stop)`` of a request are now, for tests and debuggers: ``int64 [stop - start]``.
 
@@ -278,12 +238,14 @@ class KVCache:
         spec = self.layouts[group].space_of_range(name)
         return slots_held(units, self.store.pools[group].first_unit(name), spec, length, start, stop)
 
+    @in_turn
     def joint_prefix(self, request_id: str, at_most: int) -> int:
         """Longest prefix that :meth:`fork` can share: see :meth:`kvcore.requests.manager.Manager.joint_prefix`."""
         return self.manager.joint_prefix(request_id, at_most)
 
     # --- checkpoints ---
 
+    @in_turn
     def checkpoint(self, request_id: str) -> None:
         """Keep the state of a request at its present length, for :meth:`rollback`. No byte moves.
 
@@ -294,11 +256,13 @@ class KVCache:
         self._holders.demand_checkpoints()
         self.manager.checkpoint(request_id)
 
+    @in_turn
     def drop_checkpoints(self, request_id: str, *, below: int | None = None) -> None:
         """Give up checkpoints at fewer than ``below`` tokens (all by default), and the state slots they hold."""
         with self._poisoning(request_id):
             self.manager.drop_checkpoints(request_id, below=below)
 
+    @in_turn
     def rollback(self, request_id: str, num_tokens: int) -> Request:
         """Take back the last tokens of a request, in every component or in none: see
         :meth:`kvcore.requests.manager.Manager.rollback`.
@@ -313,8 +277,13 @@ class KVCache:
 
     # --- steps ---
 
+    @in_turn
     def begin(self, rows: Sequence[tuple[str, int]], speculative: bool = False) -> Step:
         """Begin a step with ``(request id, new tokens)`` rows, in batch order.
+
+        A cache has one open step: RequestError, with the open one untouched, until that is committed or abandoned
+        (:attr:`open_step`); what is over is refused by all its ops (StaleHandleError). StepTooLargeError, which is never
+        worth a retry, for more rows or tokens than ``cache.max_rows`` and ``cache.max_tokens``.
 
         Missing units are allocated for all rows or for none: CapacityError leaves everything as it was, and is the
         moment to retract. Where a retracted request's units are still being copied out, that is waited for first.
@@ -327,6 +296,8 @@ class KVCache:
                 any number of them. Takes a state slot a token until then. A model without a state needs none of it.
                 UnsupportedError where a state component declares no checkpoints.
         """
+        self._refuse_second_step()
+        self._refuse_size(rows)
         if speculative:
             self._holders.demand_checkpoints()
         for side in self._sides:
@@ -338,7 +309,37 @@ class KVCache:
         except BaseException:
             self.manager.abandon(plan, ran=False)
             raise
-        return Step(self.manager, self.store, plan, self._abandoned)
+        self._step = Step(self.manager, self.store, plan, self._turns, self._abandoned)
+        return self._step
+
+    @property
+    def open_step(self) -> Step | None:
+        """The step that is neither committed nor abandoned."""
+        return self._step if self._step is not None and self._step.is_open else None
+
+    def _refuse_second_step(self) -> None:
+        if self.open_step is not None:
+            plan = self.open_step.plan
+            raise RequestError(
+                "a step is open, and a cache has one at a time",
+                step=plan.step,
+                rows=[row.request for row in plan.rows],
+                remedy="commit or abandon it first (KVCache.open_step); put requests that run together into one step",
+            )
+
+    def _refuse_size(self, rows: Sequence[tuple[str, int]]) -> None:
+        sizes = {"max_rows": len(rows), "max_tokens": sum(count for _, count in rows)}
+        for key, size in sizes.items():
+            limit = getattr(self.config.cache, key)
+            if size > limit:
+                raise StepTooLargeError(
+                    "the step is larger than any step of this cache",
+                    key=f"cache.{key}",
+                    expected=f"at most {limit}",
+                    got=size,
+                    rows=len(rows),
+                    remedy="split it into several steps, or create the cache with a larger limit",
+                )
 
     def _refuse_past_the_end(self, rows: Sequence[tuple[str, int]]) -> None:
         longest = self.model.max_length
@@ -355,6 +356,7 @@ class KVCache:
 
     # --- retraction ---
 
+    @in_turn
     def retract(self, request_id: str, engine_data: bytes = b"") -> RetractionHandle:
         """Take a request off the device; its transfer is aborted, its checkpoints are dropped.
 
@@ -364,20 +366,23 @@ class KVCache:
         with self._poisoning(request_id):
             return self._retractor.retract(request_id, engine_data)
 
+    @in_turn
     def resume(self, handle: RetractionHandle) -> None:
         """Bring a request back into new units. See :meth:`kvcore.retraction.retractor.Retractor.resume`."""
         self._retractor.resume(handle)
 
+    @in_turn
     def drop(self, handle: RetractionHandle) -> None:
         """Forget a retracted request."""
         self._retractor.drop(handle)
 
     # --- transfer ---
 
+    @in_turn
     def serve(self) -> SendSide:
         """Offer requests of this cache to other processes; ``address`` of the result is what they connect to."""
         manifest, config = self._manifest("sender"), self.config.transfer
-        side = SendSide.open(manifest, config, self._transport(), self.manager, self.store)
+        side = SendSide.open(manifest, config, self._transport(), self.manager, self.store, turns=self._turns)
         self._sides.append(side)
         return side
 
@@ -389,7 +394,9 @@ class KVCache:
         """
         manifest, config = self._manifest("receiver"), self.config.transfer
         poll = self._retractor.poll
-        side = ReceiveSide.open(addresses, manifest, config, self._transport(), self.manager, self.store, poll)
+        side = ReceiveSide.open(
+            addresses, manifest, config, self._transport(), self.manager, self.store, poll, turns=self._turns
+        )
         self._sides.append(side)
         return side
 
@@ -432,25 +439,14 @@ class KVCache:
 
     # --- inspection, end ---
 
-    @contextmanager
-    def _poisoning(self, request_id: str) -> Iterator[None]:
-        """With ``poison_freed``: fill what a call frees of a request with 0xFF, so that a stale read shows."""
-        if not self.poison_freed:
-            yield
-            return
-        self.manager.get(request_id)
-        ranges = [(group, item.name) for group, layout in self.layouts.items() for item in layout.ranges]
-        before = {key: self.manager.free_units(*key) for key in ranges}
-        yield
-        for (group, name), units in before.items():
-            freed = np.setdiff1d(self.manager.free_units(group, name), units)
-            pool = self.store.pools[group]
-            pool.fill(freed, 0xFF, pool.components_of(name))
+    def _poisoning(self, request_id: str) -> AbstractContextManager[None]:
+        return poisoning(self.manager, self.store, request_id) if self.poison_freed else nullcontext()
 
     def explain(self) -> dict[str, tuple[KernelChoice, ...]]:
         """By layer group: the kernel of each op, and why each other one was refused."""
         return self.store.explain()
 
+    @in_turn
     def stats(self) -> CacheStats:
         """What is held now."""
         arenas = self.store.arenas()
@@ -461,10 +457,12 @@ class KVCache:
             self._retractor.stats(),
         )
 
+    @in_turn
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every unit is accounted for."""
         self.manager.check_integrity()
 
+    @in_turn
     def close(self) -> None:
         """Stop transfers, forget backups, give all memory back. Idempotent."""
         if self._closed:

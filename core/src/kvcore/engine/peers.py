@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Generic, Self
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Self
 
 import numpy as np
-import zmq.auth
 
 from kvcore.config import TransferConfig
 from kvcore.contract import DONE, Fence, Transport
 from kvcore.engine.handover import EarlyLayers, Held
-from kvcore.errors import ConfigError, RequestError, TransferError, UnknownRequestError
+from kvcore.engine.sides import Side, arrays_of, keys_of, options_of
+from kvcore.engine.turns import Turns, in_turn
+from kvcore.errors import EmptyPromptError, RequestError, TransferError
 from kvcore.layout import Int64Array
-from kvcore.layout.moves import Bytes
 from kvcore.memory.store import Store
 from kvcore.requests.manager import Manager
 from kvcore.requests.payload import Payload
 from kvcore.requests.ranges import ManagedRange
 from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.base import (
-    EventT,
     ReceiveDone,
     ReceiveEvent,
     ReceiveFailed,
@@ -31,11 +28,9 @@ from kvcore.transfer.session.base import (
     SendDone,
     SendEvent,
     SendFailed,
-    TransferOptions,
 )
 from kvcore.transfer.session.checksums import ReceiverChecksums, SenderChecksums
-from kvcore.transfer.wire.endpoint import CurveKeys, EndpointStats, ReceiverEndpoint, SenderEndpoint
-from kvcore.transfer.wire.loop import Endpoint
+from kvcore.transfer.wire.endpoint import ReceiverEndpoint, SenderEndpoint
 
 __all__ = [
     "ReceiveDone",
@@ -50,106 +45,7 @@ __all__ = [
 ]
 
 
-class _Side(ABC, Generic[EventT]):
-    """What both ends share: the endpoint, and events that reach the engine once their units are seen to."""
-
-    def __init__(self, link: Endpoint[EventT], transport: Transport, manager: Manager, store: Store) -> None:
-        self._link = link
-        self._transport = transport
-        self._manager = manager
-        self._store = store
-        self._queue: deque[EventT] = deque()
-
-    def events(self) -> list[EventT]:
-        """Take what has happened; the units of what is over are released, or ready to decode."""
-        self._drain()
-        taken = list(self._queue)
-        self._queue.clear()
-        return taken
-
-    def wait_event(self, timeout_s: float) -> bool:
-        """Wait until :meth:`events` has something; False when the time is over or the endpoint is closed."""
-        if not self._queue:
-            event = self._link.wait_event(timeout_s)
-            if event is not None:
-                self._take(event)
-        return bool(self._queue)
-
-    def stats(self) -> EndpointStats:
-        """Bytes and times so far."""
-        return self._link.stats()
-
-    def close(self) -> None:
-        """Abort what is under way and leave nothing behind. Idempotent."""
-        self._link.close()
-        self._drain()
-        self._transport.close()
-
-    def let_go(self, request_id: str) -> None:
-        """The engine takes a request away: end its transfer, if it is in one.
-
-        Holding its units is not enough: a fork may be their only owner now and write into them in place.
-        """
-        if self._moves(request_id):
-            # Over already, or an endpoint that has failed: either way it is never committed.
-            with contextlib.suppress(UnknownRequestError, TransferError):
-                self._abort(request_id, "its engine took it away")
-            self._disown(request_id)
-
-    def refuse_steps(self, request_ids: Iterable[str]) -> None:
-        """Raise RequestError for a request that must not be computed on now."""
-        for request_id in request_ids:
-            if self._frozen(request_id):
-                with contextlib.suppress(TransferError):  # an endpoint that has failed says so where it is used
-                    self._drain()
-            if self._frozen(request_id):
-                raise RequestError(
-                    "the request is in a transfer, nothing may be written to it",
-                    request=request_id,
-                    remedy="wait for its final event, or step a fork of it",
-                )
-
-    def refuse_rollback(self, request_id: str) -> None:
-        """Raise RequestError for a request in a transfer: what was sent of it must not be computed again differently."""
-        if self._moves(request_id):
-            with contextlib.suppress(TransferError):
-                self._drain()
-        if self._moves(request_id):
-            raise RequestError(
-                "the request is in a transfer, its tokens cannot be taken back",
-                request=request_id,
-                remedy="abort the transfer, or wait for its final event",
-            )
-
-    def _drain(self) -> None:
-        for event in self._link.events():
-            self._take(event)
-
-    def _take(self, event: EventT) -> None:
-        self._apply(event)
-        self._queue.append(event)
-
-    @abstractmethod
-    def _apply(self, event: EventT) -> None:
-        """See to the units that an event is about."""
-
-    @abstractmethod
-    def _moves(self, request_id: str) -> bool:
-        """Whether a request is in a transfer: begun, or being filled."""
-
-    @abstractmethod
-    def _frozen(self, request_id: str) -> bool:
-        """Whether bytes of a request must not change: it is offered to the end, or being filled."""
-
-    def _disown(self, request_id: str) -> None:
-        """The id may be in use again before the final event comes, which must not release the new request."""
-
-    @abstractmethod
-    def _abort(self, request_id: str, reason: str) -> None:
-        """Give a request up; its final event follows."""
-
-
-class SendSide(_Side[SendEvent]):
+class SendSide(Side[SendEvent]):
     """Offers requests to the decode processes that connect. Calls are made by the engine's thread only.
 
     The final event of a request (:class:`SendDone`, :class:`SendFailed`) releases it. An engine that wants to end it
@@ -157,8 +53,16 @@ class SendSide(_Side[SendEvent]):
     that event.
     """
 
-    def __init__(self, endpoint: SenderEndpoint, transport: Transport, manager: Manager, store: Store) -> None:
-        super().__init__(endpoint, transport, manager, store)
+    def __init__(
+        self,
+        endpoint: SenderEndpoint,
+        transport: Transport,
+        manager: Manager,
+        store: Store,
+        *,
+        turns: Turns | None = None,
+    ) -> None:
+        super().__init__(endpoint, transport, manager, store, turns)
         self._endpoint = endpoint
         self._begun: dict[str, Held] = {}
         self._totals: dict[str, int] = {}
@@ -167,7 +71,14 @@ class SendSide(_Side[SendEvent]):
 
     @classmethod
     def open(
-        cls, manifest: Manifest, config: TransferConfig, transport: Transport, manager: Manager, store: Store
+        cls,
+        manifest: Manifest,
+        config: TransferConfig,
+        transport: Transport,
+        manager: Manager,
+        store: Store,
+        *,
+        turns: Turns | None = None,
     ) -> Self:
         """Register the arenas and start serving. Takes ownership of ``transport``, also when it fails."""
         try:
@@ -176,33 +87,43 @@ class SendSide(_Side[SendEvent]):
             endpoint = SenderEndpoint(
                 manifest,
                 bind=config.bind,
-                options=_options(config),
-                keys=_keys(config),
-                checksums=SenderChecksums(manifest, _arrays(store)) if config.checksum != "none" else None,
+                options=options_of(config),
+                keys=keys_of(config),
+                checksums=SenderChecksums(manifest, arrays_of(store)) if config.checksum != "none" else None,
             )
         except BaseException:
             transport.close()
             raise
-        return cls(endpoint, transport, manager, store)
+        return cls(endpoint, transport, manager, store, turns=turns)
 
     @property
     def address(self) -> str:
         """What decode processes connect to."""
         return self._endpoint.address
 
+    @in_turn
     def begin(self, request_id: str, num_tokens: int) -> None:
         """Announce a request of ``num_tokens`` prompt tokens; asks for it are answered from now on.
 
-        Raises DuplicateRequestError while an earlier request of that id is not over.
+        Raises EmptyPromptError for no tokens, DuplicateRequestError while an earlier request of that id is not over.
         """
+        if num_tokens < 1:
+            raise EmptyPromptError(
+                "a prompt needs at least one token",
+                request=request_id,
+                num_tokens=num_tokens,
+                remedy="announce it once its prompt is known",
+            )
         self._drain()  # an event of an earlier request of this id must not release the new one
         self._endpoint.begin(request_id, num_tokens)
         self._totals[request_id] = num_tokens
 
+    @in_turn
     def chunk_starts(self, request_id: str, *, last: bool) -> None:
         """Say that a prefill chunk begins, so that bytes pulled before the last one can be counted."""
         self._endpoint.note_chunk_start(request_id, last=last)
 
+    @in_turn
     def offer(self, request_id: str, start: int, stop: int, *, last: bool = False, engine_data: bytes = b"") -> None:
         """Offer the units that became final when tokens ``[start, stop)`` were computed and committed.
 
@@ -222,11 +143,13 @@ class SendSide(_Side[SendEvent]):
         if last:
             self._finished.add(request_id)
 
+    @in_turn
     def layerwise(self, request_id: str) -> bool:
         """Whether offers of single layers serve anybody: a receiver asked, and its transport reads small pieces at no
         loss (:class:`kvcore.contract.TransportTraits`). Worth asking once before a chunk."""
         return self._endpoint.layerwise(request_id)
 
+    @in_turn
     def offer_layers(
         self, request_id: str, start: int, stop: int, layers: Collection[int], *, last: bool = False,
         after: Fence = DONE,
@@ -260,12 +183,14 @@ class SendSide(_Side[SendEvent]):
         self._endpoint.offer(request_id, start, start, payloads)
         early.layers |= wanted
 
+    @in_turn
     def abandoned(self, request_ids: Collection[str]) -> None:
         """A step of these requests came to nothing: what :meth:`offer_layers` has offered of it is not to be kept."""
         for request_id in request_ids:
             if request_id in self._early:
                 self.let_go(request_id)
 
+    @in_turn
     def over_budget(self, fraction: float) -> dict[str, Any] | None:
         """What finished prompts hold, where it is more than ``fraction`` of a unit range; None where it is not.
 
@@ -304,6 +229,7 @@ class SendSide(_Side[SendEvent]):
         else:
             held.add(payloads)
 
+    @in_turn
     def abort(self, request_id: str, reason: str) -> None:
         """Give a request up; its :class:`SendFailed` follows. Raises UnknownRequestError when it is over."""
         self._abort(request_id, reason)
@@ -332,8 +258,8 @@ class SendSide(_Side[SendEvent]):
             self._store.invalidate(event.request)
 
 
-class ReceiveSide(_Side[ReceiveEvent]):
-    """Pulls requests from one prefill engine, from all of its ranks. Calls are made by the engine's thread only."""
+class ReceiveSide(Side[ReceiveEvent]):
+    """Pulls requests from one prefill engine, from all of its ranks."""
 
     def __init__(
         self,
@@ -342,8 +268,10 @@ class ReceiveSide(_Side[ReceiveEvent]):
         manager: Manager,
         store: Store,
         before_admit: Callable[[], None] = lambda: None,
+        *,
+        turns: Turns | None = None,
     ) -> None:
-        super().__init__(endpoint, transport, manager, store)
+        super().__init__(endpoint, transport, manager, store, turns)
         self._endpoint = endpoint
         self._before_admit = before_admit
         self._filling: dict[str, Held] = {}
@@ -358,6 +286,8 @@ class ReceiveSide(_Side[ReceiveEvent]):
         manager: Manager,
         store: Store,
         before_admit: Callable[[], None] = lambda: None,
+        *,
+        turns: Turns | None = None,
     ) -> Self:
         """Connect to every rank of the sender and shake hands. Takes ownership of ``transport``, also when it fails.
 
@@ -369,15 +299,16 @@ class ReceiveSide(_Side[ReceiveEvent]):
                 addresses,
                 manifest,
                 transport,
-                options=_options(config),
-                keys=_keys(config),
-                checksums=ReceiverChecksums(manifest, _arrays(store)) if config.checksum != "none" else None,
+                options=options_of(config),
+                keys=keys_of(config),
+                checksums=ReceiverChecksums(manifest, arrays_of(store)) if config.checksum != "none" else None,
             )
         except BaseException:
             transport.close()
             raise
-        return cls(endpoint, transport, manager, store, before_admit)
+        return cls(endpoint, transport, manager, store, before_admit, turns=turns)
 
+    @in_turn
     def ask(self, request_id: str, num_tokens: int) -> None:
         """Allocate units for a prompt and pull it as it is computed.
 
@@ -395,6 +326,7 @@ class ReceiveSide(_Side[ReceiveEvent]):
             raise
         self._filling[request_id] = Held(self._manager, request_id)
 
+    @in_turn
     def abort(self, request_id: str, reason: str) -> None:
         """Give a request up; its :class:`ReceiveFailed` follows once no read writes its units any more."""
         self._abort(request_id, reason)
@@ -413,33 +345,3 @@ class ReceiveSide(_Side[ReceiveEvent]):
             self._filling.pop(event.request).fill(event.num_tokens)
         elif isinstance(event, ReceiveQuiet) or (isinstance(event, ReceiveFailed) and event.quiet):
             self._filling.pop(event.request).release(self._store)
-
-
-def _options(config: TransferConfig) -> TransferOptions:
-    return TransferOptions(
-        lease_s=config.lease_s,
-        heartbeat_s=config.heartbeat_s,
-        peer_timeout_s=config.peer_timeout_s,
-        ask_timeout_s=config.ask_timeout_s,
-        read_timeout_s=config.read_timeout_s,
-        quiesce_s=config.quiesce_s,
-        hello_timeout_s=config.hello_timeout_s,
-    )
-
-
-def _arrays(store: Store) -> dict[str, Bytes]:
-    """The arenas for checksums; raises UnsupportedError for memory the CPU cannot address."""
-    return {group: arena.array() for group, arena in store.arenas().items()}
-
-
-def _keys(config: TransferConfig) -> CurveKeys | None:
-    if not config.curve_certificate:
-        return None
-    try:
-        public, secret = zmq.auth.load_certificate(config.curve_certificate)
-        peer, _ = zmq.auth.load_certificate(config.curve_peer)
-    except (OSError, ValueError) as error:
-        raise ConfigError("cannot read a CURVE certificate", cause=str(error)) from error
-    if secret is None:
-        raise ConfigError("the certificate has no secret key", key="transfer.curve_certificate")
-    return CurveKeys(public, secret, peer)

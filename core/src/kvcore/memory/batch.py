@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvcore.contract import BatchPlan
-from kvcore.errors import CapacityError, IntegrityError, StaleHandleError
+from kvcore.errors import IntegrityError, StaleHandleError, StepTooLargeError
 from kvcore.layout import Int64Array
 from kvcore.memory.uploads import StreamUploads, Uploads
 from kvcore.requests.stepplan import RangePlan, StepPlan
@@ -73,7 +73,7 @@ class BatchBuilder:
     def build(self, plan: StepPlan, part: RangePlan, page_size: int) -> BatchPlan:
         """Return the batch of one step.
 
-        Raises CapacityError for a step larger than the buffers, IntegrityError for rows with too few units.
+        Raises StepTooLargeError for a step larger than the buffers, IntegrityError for rows with too few units.
         """
         starts = np.array([row.start for row in plan.rows], np.int64)
         counts = np.array([row.count for row in plan.rows], np.int64)
@@ -150,7 +150,7 @@ class BatchBuilder:
     def _check_size(self, **sizes: int) -> None:
         for what, size in sizes.items():
             if size > self._limits[what]:
-                raise CapacityError(
+                raise StepTooLargeError(
                     f"step has more {what} than the store was built for",
                     expected=f"at most {self._limits[what]}",
                     got=size,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcore.contract import DONE, Arena, CopyQueue, Fence, Piece, PoolBuilder, PoolView, UnitBlock
+from kvcore.contract import DONE, Arena, CopyQueue, Fence, Piece, PoolBuilder, PoolView, Unique, UnitBlock
 from kvcore.errors import IntegrityError, LayoutError, UnsupportedError, nearest
 from kvcore.layout import Buffer, Int64Array, Layout, Placement
 from kvcore.memory.tensors import byte_view, field_view
@@ -44,7 +44,7 @@ def unit_runs(units: Int64Array) -> Iterator[tuple[int, int, int]]:
         yield lo, int(units[lo]), hi - lo
 
 
-class Pool(PoolView):
+class Pool(Unique, PoolView):
     """All bytes of one layer group on one rank.
 
     Unit ids are region unit ids; the first unit of every range is its null unit, which stays zero. Views are resolved

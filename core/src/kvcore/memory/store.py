@@ -20,6 +20,7 @@ from kvcore.contract import (
     Kernel,
     PoolBuilder,
     PoolView,
+    Unique,
     all_fences,
 )
 from kvcore.errors import (
@@ -87,7 +88,7 @@ class _Route:
     writes: bool
 
 
-class Store:
+class Store(Unique):
     """Pools and kernels of one rank.
 
     Args:
@@ -352,6 +353,13 @@ class Store:
                 slots.build(plan.of(name, range_name), [row.count for row in plan.rows])
         self._step, self._last_step = plan, plan.step
         self._decode = all(row.count == 1 for row in plan.rows)
+
+    def demand_current(self, step: int) -> None:
+        """Raise StaleHandleError unless ``step`` is the step whose batch the ops of this store use."""
+        if self._step is None or self._step.step != step:
+            raise StaleHandleError(
+                "the store is at another step", step=step, current=None if self._step is None else self._step.step
+            )
 
     def invalidate(self, request_id: str) -> None:
         """Cut a released request off from its units for the rest of the step: its writes are dropped, it reads zeros.

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvcore.contract import IndexSpace
+from kvcore.contract import IndexSpace, Unique
 from kvcore.errors import (
     ConfigError,
     EmptyPromptError,
@@ -40,7 +40,7 @@ from kvcore.requests.unit_lists import arriving_units, final_payloads
 __all__ = ["Hold", "Manager", "ManagerStats", "RangeBudget", "RangeStats", "Request"]
 
 
-class Manager:
+class Manager(Unique):
     """The units of one model and the requests that own them.
 
     Args:

@@ -7,6 +7,7 @@ and nothing here knows what kind of pool it is. ``docs/retraction.md`` tells the
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,8 @@ class Retractor:
         self._layouts = layouts
         self._state_groups = state_groups
         self._keys = itertools.count(1)
+        # In every key: two caches number alike, and a handle of the one must not name bytes of the other.
+        self._instance = secrets.token_hex(4)
         self._kept: dict[str, _Copy] = {}
         self._pending: list[_Copy] = []  # oldest first
         queues = [pool.queue for pool in store.pools.values() if pool.queue is not None]
@@ -192,7 +195,7 @@ class Retractor:
         return RetractionHandle(request_id, length, copy.key, engine_data, sizes)
 
     def _save(self, backup: Backup, request_id: str, blocks: Sequence[UnitBlock], nbytes: int) -> _Copy | None:
-        key = f"{request_id}#{next(self._keys)}"
+        key = f"{request_id}#{self._instance}-{next(self._keys)}"
         hold = self._manager.hold(request_id)
         try:
             fence = backup.save(key, blocks)
@@ -343,7 +346,9 @@ class Retractor:
 
     def _require(self, handle: RetractionHandle) -> tuple[_Copy, Backup]:
         if self._backup is None or handle.key not in self._kept:
-            raise BackupError("handle was resumed or dropped before", request=handle.request, key=handle.key)
+            raise BackupError(
+                "handle was resumed or dropped before, or is another cache's", request=handle.request, key=handle.key
+            )
         return self._kept[handle.key], self._backup
 
     def _blocks(self, payloads: Sequence[Payload]) -> list[UnitBlock]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -45,6 +46,8 @@ class MemfdArena(Arena):
         self.nbytes = nbytes
         fd, array = memfd.create(f"kvcore-arena-{next(_NUMBERS)}", nbytes, populate=populate)
         self.fd: int | None = fd
+        # Not __del__: when a process ends with an open cache, the modules that it would need are gone before it.
+        self._close_fd = weakref.finalize(self, os.close, fd)
         self._array: npt.NDArray[np.uint8] | None = array
         self.address = int(array.ctypes.data)
 
@@ -63,13 +66,8 @@ class MemfdArena(Arena):
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
-        fd, self.fd, self._array = self.fd, None, None
-        if fd is not None:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        if getattr(self, "fd", None) is not None:
-            self.close()
+        self.fd = self._array = None
+        self._close_fd()
 
 
 class MemfdPool(PoolBuilder):

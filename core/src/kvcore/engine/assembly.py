@@ -1,0 +1,73 @@
+"""Everything a cache consists of, resolved first and allocated last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcore.config import Config
+from kvcore.contract import Backup
+from kvcore.engine.fitting import Holders, budgets
+from kvcore.engine.sizing import CapacityPlan, plan_capacity
+from kvcore.layout import Layout
+from kvcore.memory.store import Store
+from kvcore.plugins import Registry
+from kvcore.requests.manager import Manager
+from kvcore.retraction.fit import check_backup, check_backup_size
+from kvcore.retraction.retractor import Retractor
+from kvcore.spec import ModelSpec, Shard
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What :func:`assemble` has built; fields as of :class:`kvcore.engine.cache.KVCache`."""
+
+    layouts: dict[str, Layout]
+    capacity: CapacityPlan
+    holders: Holders
+    manager: Manager
+    store: Store
+    retractor: Retractor
+
+
+def assemble(model: ModelSpec, config: Config, registry: Registry, shard: Shard) -> Parts:
+    """Resolve everything, refuse what cannot work, then allocate. Errors as of :meth:`kvcore.engine.cache.KVCache.create`."""
+    kv_format = registry.format(config.cache.format, **config.cache.format_options)
+    holders = Holders(model, kv_format, registry, shard)
+    layouts = holders.layouts(page_size=config.cache.page_size, arena=config.cache.arena)
+    spaces = registry.index_spaces()
+    holders.check(layouts, spaces)
+    backup: Backup | None = None
+    if config.retraction.policy == "backup":
+        backup = registry.backup(config.retraction.backend, **config.retraction.options)
+        check_backup(backup, layouts)
+    capacity = plan_capacity(
+        layouts,
+        config.cache.memory,
+        config.cache.max_requests,
+        spaces=spaces,
+        step_tokens=config.cache.max_tokens,
+        step_rows=config.cache.max_rows,
+        checkpoints=config.cache.checkpoints,
+    )
+    manager = Manager(budgets(layouts, capacity.units), spaces, max_requests=capacity.request_capacity)
+    if backup is not None:
+        check_backup_size(backup, layouts, spaces, manager.max_request_tokens)
+    store = Store(
+        holders.model,
+        layouts,
+        {group.prefix: kv_format for group in holders.model.groups if group.kind == "attention"},
+        capacity.units,
+        registry.pool_builders(),
+        registry.kernels(),
+        device=config.cache.device,
+        max_rows=config.cache.max_rows,
+        max_tokens=config.cache.max_tokens,
+        shard=shard,
+        spaces=spaces,
+    )
+    try:
+        retractor = Retractor(manager, store, backup, layouts, frozenset(holders.components))
+    except BaseException:
+        store.close()
+        raise
+    return Parts(layouts, capacity, holders, manager, store, retractor)
