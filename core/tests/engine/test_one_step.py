@@ -282,3 +282,23 @@ def test_a_call_waits_for_the_one_that_is_inside(cache: KVCache) -> None:
     admitting.join(10)
     assert seen == ["step", "admit"]
     assert np.all(cache.units("c", "full", "pages") >= 0)
+
+
+def test_a_closed_cache_says_so() -> None:
+    cache = build()
+    cache.admit("a", 1)
+    step = cache.begin([("a", 1)])
+    cache.close()
+    calls: dict[str, Callable[[], Any]] = {
+        "admit": lambda: cache.admit("b", 1),
+        "fork": lambda: cache.fork("a", "b", 1),
+        "begin": lambda: cache.begin([("a", 1)]),
+        "retract": lambda: cache.retract("a"),
+        "serve": cache.serve,
+        "connect": lambda: cache.connect("tcp://127.0.0.1:1"),
+        "store": lambda: step.store(0, rows(1.0)),
+    }
+    for call in calls.values():
+        with pytest.raises(StaleHandleError):
+            call()
+    cache.close()

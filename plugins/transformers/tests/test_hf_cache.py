@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+
 import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcore.errors import CapacityError, RequestError, UnsupportedError
+from kvcore.errors import CapacityError, KVCoreError, RequestError, UnsupportedError
 from kvcore_transformers.modeling.hf_cache import KVCoreCache
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
@@ -207,3 +211,136 @@ def test_what_a_layer_cannot_do_alone_is_refused(tiny_model):
             with pytest.raises(UnsupportedError):
                 call()
         assert layer.get_max_length() == cache.kvcache.token_capacity
+
+
+# --- copies ---
+
+
+def used(cache: KVCoreCache) -> int:
+    return sum(item.used for item in cache.kvcache.stats().manager.ranges)
+
+
+def test_a_deep_copy_forks(tiny_model):
+    """How a prefix is reused: pages are shared, no byte moves, and each copy goes on as a fresh run would."""
+    model = tiny_model("llama")
+    prompt = batch(1, 33)
+    with KVCoreCache.for_model(model, memory="2MiB") as cache:
+        forward(model, cache, prompt)
+        pages, counts, before = used(cache), dict(cache.kvcache.store.op_counts), cache.get_seq_length()
+        copies = [copy.deepcopy(cache) for _ in range(3)]
+        assert (used(cache), dict(cache.kvcache.store.op_counts)) == (pages, counts)
+        for seed, twin in enumerate(copies):
+            ids = torch.cat([prompt, batch(1, 3, seed=seed + 5)], dim=1)
+            want = generate(model, ids, DynamicCache(config=model.config))
+            got = generate(model, ids, twin)
+            assert torch.equal(want.sequences, got.sequences)
+        assert cache.get_seq_length() == before
+        assert used(cache) < 4 * pages
+        want = DynamicCache(config=model.config)
+        forward(model, want, prompt)
+        assert torch.equal(*(forward(model, one, batch(1, 4, seed=9)) for one in (want, cache)))
+        for twin in copies:
+            twin.close()
+        cache.kvcache.check_integrity()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_copies_are_closed_alone_and_twice(tiny_model, order):
+    model = tiny_model("llama")
+    cache = KVCoreCache.for_model(model, memory="2MiB")
+    forward(model, cache, batch(2, 20))
+    held = [cache, copy.deepcopy(cache)]
+    held.append(copy.deepcopy(held[1]))
+    want = DynamicCache(config=model.config)
+    forward(model, want, batch(2, 20))
+    for n in order[:2]:
+        held[n].close()
+        held[n].close()
+    last = held[order[2]]
+    assert torch.equal(*(forward(model, one, batch(2, 4, seed=1)) for one in (want, last)))
+    last.close()
+    last.close()
+    with pytest.raises(KVCoreError):
+        cache.kvcache.admit("late", 1)
+
+
+def test_a_copy_is_right_after_a_retraction(tiny_model, make_cache):
+    model = tiny_model("llama")
+    kvcache = make_cache(model)
+    cache = KVCoreCache(kvcache)
+    want = DynamicCache(config=model.config)
+    for one in (cache, want):
+        forward(model, one, batch(1, 21))
+    twin = copy.deepcopy(cache)
+    (row,) = [item.id for item in kvcache.manager.requests][:1]
+    handle = kvcache.retract(row)
+    kvcache.store.pools["full"].fill(kvcache.manager.free_units("full", "pages"), 0xFF)
+    kvcache.resume(handle)
+    again = copy.deepcopy(cache)
+    for one in (cache, again, twin):
+        expected = copy.deepcopy(want)
+        assert torch.equal(*(forward(model, it, batch(1, 4, seed=1)) for it in (expected, one)))
+    for one in (cache, again, twin):
+        one.close()
+    assert kvcache.stats().manager.requests == 0
+
+
+def test_a_copy_that_is_dropped_gives_its_rows_back(tiny_model):
+    """Nobody closes a copy of a prefix; a collector may not release in the middle of another call."""
+    model = tiny_model("llama")
+    with KVCoreCache.for_model(model, memory="2MiB") as cache:
+        forward(model, cache, batch(1, 33))
+        for seed in range(100):  # more than fit at once
+            forward(model, copy.deepcopy(cache), batch(1, 17, seed=seed))
+            gc.collect()
+        forward(model, cache, batch(1, 1))
+        assert cache.kvcache.stats().manager.requests == 1
+
+
+def test_a_pass_within_another_is_refused(tiny_model):
+    model = tiny_model("llama")
+    with KVCoreCache.for_model(model, memory="2MiB") as cache:
+        forward(model, cache, batch(1, 8))
+        twin = copy.deepcopy(cache)
+        key = torch.zeros(1, 2, 1, 16)
+        cache.update(key, key, 0)
+        with pytest.raises(RequestError, match="a step is open"):
+            forward(model, twin, batch(1, 1))
+        with pytest.raises(RequestError, match="forward pass"):
+            copy.deepcopy(cache)
+        cache.reset()
+        forward(model, twin, batch(1, 1))
+        twin.close()
+
+
+@pytest.mark.parametrize("way", [copy.copy, pickle.dumps])
+def test_other_copies_are_refused(tiny_model, way):
+    with KVCoreCache.for_model(tiny_model("llama"), memory="2MiB") as cache, pytest.raises(UnsupportedError):
+        way(cache)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_selection_of_nothing_is_that_of_the_installed_dynamic_cache(tiny_model, rows):
+    with KVCoreCache.for_model(tiny_model("llama"), memory="2MiB") as cache:
+        both = (DynamicCache(config=tiny_model("llama").config), cache)
+        for one in both:
+            for layer in range(3):
+                one.update(*[torch.ones(rows, 2, 5, 16)] * 2, layer)
+            one.batch_select_indices(torch.tensor([], dtype=torch.long))
+            assert one.get_seq_length() == 0
+            with pytest.raises((RuntimeError, RequestError)):
+                one.update(*[torch.ones(rows, 2, 3, 16)] * 2, 0)
+            assert one.update(*[torch.ones(0, 2, 3, 16)] * 2, 0)[0].shape[0] == 0
+            assert one.get_seq_length() == 0
+        assert cache.kvcache.stats().manager.requests == 0
+        cache.reset()
+        check_equal(tiny_model("llama"), batch(rows, 5), cache)
+
+
+def test_a_prompt_longer_than_a_usual_step(tiny_model):
+    """What fits goes through: limits of a step are not the user's to know."""
+    model = tiny_model("llama")
+    with KVCoreCache.for_model(model, memory="8MiB") as cache:
+        want = DynamicCache(config=model.config)
+        ids = batch(1, 2100)
+        assert torch.equal(*(forward(model, one, ids)[:, -1] for one in (want, cache)))

@@ -27,7 +27,7 @@ from kvcore.engine.assembly import Parts, assemble
 from kvcore.engine.peers import ReceiveSide, SendSide
 from kvcore.engine.poison import poisoning
 from kvcore.engine.step import Step
-from kvcore.engine.turns import Turns, in_turn
+from kvcore.engine.turns import Turns, in_turn, while_open
 from kvcore.errors import CapacityError, ConfigError, PromptTooLongError, RequestError, StepTooLargeError, nearest
 from kvcore.layout import Int64Array
 from kvcore.plugins import Registry
@@ -92,7 +92,6 @@ class KVCache(Unique):
         self._turns = Turns()
         self._step: Step | None = None
         self._sides: list[SendSide | ReceiveSide] = []
-        self._closed = False
         self.poison_freed = False
 
     @classmethod
@@ -122,7 +121,7 @@ class KVCache(Unique):
 
     # --- what belongs to the model ---
 
-    @in_turn
+    @while_open
     def set_constants(self, group: str, values: Mapping[tuple[str, str], torch.Tensor]) -> None:
         """Set constants of a layer group, such as calibrated scales, before the first request.
 
@@ -169,7 +168,7 @@ class KVCache(Unique):
             return False
         return self._over_budget() is None and self.manager.can_admit(num_tokens, headroom_tokens=headroom_tokens)
 
-    @in_turn
+    @while_open
     def admit(self, request_id: str, num_tokens: int) -> Request:
         """Start a request of ``num_tokens`` prompt tokens and allocate their units.
 
@@ -196,7 +195,7 @@ class KVCache(Unique):
             )
         return self.manager.admit(request_id, num_tokens)
 
-    @in_turn
+    @while_open
     def fork(self, request_id: str, new_id: str, prefix_tokens: int) -> Request:
         """Start ``new_id`` with the first tokens of another request; units are shared and copied on first write."""
         return self.manager.fork(request_id, new_id, prefix_tokens)
@@ -222,7 +221,7 @@ class KVCache(Unique):
         """Unit ids of a request, in logical order."""
         return self.manager.units(request_id, group, range_name)
 
-    @in_turn
+    @while_open
     def slots(self, request_id: str, group: str, start: int, stop: int, *, range_name: str | None = None) -> Int64Array:
         """Where the tokens ``[start, stop)`` of a request are now, for tests and debuggers: ``int64 [stop - start]``.
 
@@ -245,7 +244,7 @@ class KVCache(Unique):
 
     # --- checkpoints ---
 
-    @in_turn
+    @while_open
     def checkpoint(self, request_id: str) -> None:
         """Keep the state of a request at its present length, for :meth:`rollback`. No byte moves.
 
@@ -262,7 +261,7 @@ class KVCache(Unique):
         with self._poisoning(request_id):
             self.manager.drop_checkpoints(request_id, below=below)
 
-    @in_turn
+    @while_open
     def rollback(self, request_id: str, num_tokens: int) -> Request:
         """Take back the last tokens of a request, in every component or in none: see
         :meth:`kvcore.requests.manager.Manager.rollback`.
@@ -277,7 +276,7 @@ class KVCache(Unique):
 
     # --- steps ---
 
-    @in_turn
+    @while_open
     def begin(self, rows: Sequence[tuple[str, int]], speculative: bool = False) -> Step:
         """Begin a step with ``(request id, new tokens)`` rows, in batch order.
 
@@ -356,7 +355,7 @@ class KVCache(Unique):
 
     # --- retraction ---
 
-    @in_turn
+    @while_open
     def retract(self, request_id: str, engine_data: bytes = b"") -> RetractionHandle:
         """Take a request off the device; its transfer is aborted, its checkpoints are dropped.
 
@@ -366,7 +365,7 @@ class KVCache(Unique):
         with self._poisoning(request_id):
             return self._retractor.retract(request_id, engine_data)
 
-    @in_turn
+    @while_open
     def resume(self, handle: RetractionHandle) -> None:
         """Bring a request back into new units. See :meth:`kvcore.retraction.retractor.Retractor.resume`."""
         self._retractor.resume(handle)
@@ -378,7 +377,7 @@ class KVCache(Unique):
 
     # --- transfer ---
 
-    @in_turn
+    @while_open
     def serve(self) -> SendSide:
         """Offer requests of this cache to other processes; ``address`` of the result is what they connect to."""
         manifest, config = self._manifest("sender"), self.config.transfer
@@ -386,6 +385,7 @@ class KVCache(Unique):
         self._sides.append(side)
         return side
 
+    @while_open
     def connect(self, addresses: str | Sequence[str]) -> ReceiveSide:
         """Pull requests from the caches served at ``addresses``: one for every rank of one prefill engine, in any order.
 
@@ -465,9 +465,9 @@ class KVCache(Unique):
     @in_turn
     def close(self) -> None:
         """Stop transfers, forget backups, give all memory back. Idempotent."""
-        if self._closed:
+        if self._turns.closed:
             return
-        self._closed = True
+        self._turns.closed = True
         for side in self._sides:
             side.close()
         self._retractor.close()

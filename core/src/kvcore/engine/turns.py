@@ -7,15 +7,23 @@ import threading
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from kvcore.errors import StaleHandleError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Turns:
-    """The lock that a cache shares with its steps and sides; the thread that holds it may call on."""
+    """What a cache shares with its steps and sides.
+
+    Attributes:
+        lock: the thread that holds it may call on.
+        closed: whether the memory is given back.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.closed = False
 
 
 class TakesTurns(Protocol):
@@ -33,6 +41,19 @@ def in_turn(method: Callable[Concatenate[SelfT, P], R]) -> Callable[Concatenate[
     @functools.wraps(method)
     def call(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._turns.lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+def while_open(method: Callable[Concatenate[SelfT, P], R]) -> Callable[Concatenate[SelfT, P], R]:
+    """:func:`in_turn`, and StaleHandleError once the cache is closed."""
+
+    @functools.wraps(method)
+    def call(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._turns.lock:
+            if self._turns.closed:
+                raise StaleHandleError("the cache is closed", call=method.__name__, remedy="create another one")
             return method(self, *args, **kwargs)
 
     return call

@@ -8,9 +8,10 @@ every stored token each step; the engine's decode path attends on the pools inst
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -19,6 +20,7 @@ from kvcore.engine.cache import KVCache
 from kvcore.engine.step import Step
 from kvcore.errors import RequestError, UnsupportedError
 from kvcore.spec import LayerGroup
+from kvcore_transformers.modeling.shared_pools import SharedPools
 from kvcore_transformers.models.loading import build_cache
 
 _names = itertools.count()
@@ -35,7 +37,7 @@ class KVCoreLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not
     def __init__(self, owner: KVCoreCache, layer: int) -> None:
         super().__init__()
         self._owner = owner
-        self._layer = layer
+        self.layer = layer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pools exist."""
@@ -46,11 +48,11 @@ class KVCoreLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store ``[B, H, T, D]`` and return all stored keys and values ``[B, H, L, D]``."""
         self.is_initialized = True
-        return self._owner.update(key_states, value_states, self._layer)
+        return self._owner.update(key_states, value_states, self.layer)
 
     def get_seq_length(self) -> int:
         """Tokens this layer holds."""
-        return self._owner.get_seq_length(self._layer)
+        return self._owner.get_seq_length(self.layer)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what the next ``update`` returns."""
@@ -68,7 +70,7 @@ class KVCoreLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not
     def _refuse(self, what: str) -> UnsupportedError:
         return UnsupportedError(
             f"{what} of a single layer is not possible: layers share their units",
-            layer=self._layer,
+            layer=self.layer,
             remedy=f"call {what} on the cache",
         )
 
@@ -95,6 +97,11 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
     Rows are requests of ``kvcache``, so several caches, and an engine, may share one. ``crop``, ``reorder_cache``,
     ``batch_repeat_interleave`` and ``batch_select_indices`` are exact: rows fork, units are shared until written.
 
+    ``copy.deepcopy`` forks too: the copy shares every page, however long the prefix, and is closed on its own; pools that
+    :meth:`for_model` made are closed with the last of the copies. One that is dropped instead of closed gives its rows back at
+    the next forward pass over the same pools. ``copy.copy`` and ``pickle`` are refused. One forward pass runs at a time over
+    the same pools: a second one that begins within it is refused (RequestError).
+
     Args:
         kvcache: where rows are stored; it must have been made for the model's configuration.
         owned: close ``kvcache`` with this object.
@@ -108,20 +115,28 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 groups=[item.prefix for item in kvcache.model.groups],
                 remedy="use kvcore_transformers.serving.engine.Engine, which serves windows and states too",
             )
-        self.kvcache = kvcache
+        self._join(SharedPools(kvcache, owned=owned), group)
+        super().__init__(layers=[KVCoreLayer(self, layer) for layer in group.layers])
+
+    def _join(self, pools: SharedPools, group: LayerGroup) -> None:
+        """Begin with no rows."""
+        self.kvcache = pools.kvcache
+        self._pools = pools
+        pools.enter()
         # What transformers calls keys and values: for latent attention the latent and its rotary part.
         self._tensors = tuple(item.name for item in group.tensors)
         self._group: LayerGroup = group
-        self._owned = owned
+        self._closed = False
         self._name = f"hf{next(_names)}"
         self._serial = itertools.count()
-        self._rows: list[str] = []
+        self._rows: list[str] = []  # one list for good: it is what becomes an orphan
+        weakref.finalize(self, pools.orphans.extend, self._rows).atexit = False
+        self._selected_none = False
         self._length = 0
         self._pending = 0  # tokens of the step under way
         self._step: Step | None = None
         self._slots: torch.Tensor | None = None
         self._seen: set[int] = set()
-        super().__init__(layers=[KVCoreLayer(self, layer) for layer in group.layers])
 
     @classmethod
     def for_model(cls, model: Any, *, memory: int | str = "64MiB", **cache_options: Any) -> KVCoreCache:
@@ -130,9 +145,39 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
         Args:
             model: a Hugging Face model (its ``config`` and ``dtype`` are read).
             memory: bytes for the pools.
-            cache_options: fields of :class:`kvcore.config.CacheConfig`; ``format`` defaults to the model's dtype.
+            cache_options: fields of :class:`kvcore.config.CacheConfig`; ``format`` defaults to the model's dtype, ``max_tokens``
+                to what the pools hold, so that a prompt of any length that fits goes through in one pass.
         """
         return cls(build_cache(model, memory=memory, **cache_options), owned=True)
+
+    # --- copies ---
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCoreCache:
+        """Fork every row. CapacityError where the pools count no more requests; RequestError within a forward pass."""
+        self._require_no_step("copying")
+        twin = type(self).__new__(type(self))
+        twin._join(self._pools, self._group)
+        Cache.__init__(twin, layers=[KVCoreLayer(twin, layer.layer) for layer in self.layers])
+        try:
+            twin._rows[:] = self._forked(range(len(self._rows)), twin)
+        except BaseException:
+            twin.close()
+            raise
+        twin._length, twin._selected_none = self._length, self._selected_none
+        for mine, theirs in zip(self.layers, twin.layers, strict=True):
+            theirs.is_initialized = mine.is_initialized
+        memo[id(self)] = twin
+        return twin
+
+    def __copy__(self) -> NoReturn:
+        raise UnsupportedError("a shallow copy would share its rows", kind="KVCoreCache", remedy="use copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UnsupportedError(
+            "the bytes of a KVCoreCache are in its pools",
+            kind="KVCoreCache",
+            remedy="use copy.deepcopy in this process",
+        )
 
     # --- what a forward pass calls ---
 
@@ -146,6 +191,8 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
         Raises CapacityError where the pool is full (the cache is as it was before the forward pass).
         """
         batch, _, tokens, _ = key_states.shape
+        if self._selected_none and not batch:
+            return key_states, value_states
         step = self._step_for(layer_idx, batch, tokens)
         rows = zip(self._tensors, (_tokens(key_states), _tokens(value_states)), strict=True)
         step.store(layer_idx, dict(rows))
@@ -186,7 +233,8 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return self._step
 
     def _open_step(self, batch: int, tokens: int) -> None:
-        if self._rows and batch != len(self._rows):
+        self._pools.sweep()
+        if batch != len(self._rows) and (self._rows or self._selected_none):
             raise RequestError("the batch has another size than the cache", expected=len(self._rows), got=batch)
         fresh = not self._rows
         if fresh:
@@ -195,8 +243,7 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
             step = self.kvcache.begin([(row, tokens) for row in self._rows])
         except BaseException:
             if fresh:
-                self._release(self._rows)
-                self._rows = []
+                self._release_all()
             raise
         self._step, self._pending, self._seen = step, tokens, set()
         plan = step.batch(self._group.prefix)
@@ -214,7 +261,7 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
         except BaseException:
             self._release(rows)
             raise
-        self._rows = rows
+        self._rows[:] = rows
 
     def _gather(
         self, step: Step, layer: int, key_states: torch.Tensor, value_states: torch.Tensor
@@ -243,8 +290,8 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def reset(self) -> None:
         """Forget all tokens and give their units back."""
         self._abandon_step()
-        rows, self._rows, self._length = self._rows, [], 0
-        self._release(rows)
+        self._length, self._selected_none = 0, False
+        self._release_all()
         for layer in self.layers:
             layer.is_initialized = False
 
@@ -283,17 +330,25 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._require_no_step("reordering rows")
         if not self._rows or list(indices) == list(range(len(self._rows))):
             return
+        rows = self._forked(indices, self)
+        old, self._rows[:] = list(self._rows), rows
+        self._release(old)
+        if not rows:  # transformers then has tensors of no rows: no tokens, and nothing but passes of no rows
+            self._length, self._selected_none = 0, True
+
+    def _forked(self, indices: Sequence[int], owner: KVCoreCache) -> list[str]:
+        """Forks of rows, under names of ``owner``; all or none."""
+        self._pools.sweep()
         rows: list[str] = []
         try:
             for index in indices:
-                row = self._new_name()
+                row = owner._new_name()
                 self.kvcache.fork(self._rows[index], row, self._length)
                 rows.append(row)
         except BaseException:
             self._release(rows)
             raise
-        old, self._rows = self._rows, rows
-        self._release(old)
+        return rows
 
     def _require_no_step(self, what: str) -> None:
         if self._step is not None:
@@ -301,6 +356,10 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def _new_name(self) -> str:
         return f"{self._name}/{next(self._serial)}"
+
+    def _release_all(self) -> None:
+        rows, self._rows[:] = list(self._rows), []
+        self._release(rows)
 
     def _release(self, rows: Sequence[str]) -> None:
         for row in rows:
@@ -314,10 +373,12 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
     # --- end ---
 
     def close(self) -> None:
-        """Give all rows back, and the pools where this object made them. Idempotent."""
+        """Give all rows back, and with the last copy the pools that :meth:`for_model` made. Idempotent."""
+        if self._closed:
+            return
         self.reset()
-        if self._owned:
-            self.kvcache.close()
+        self._closed = True
+        self._pools.leave()
 
     def __enter__(self) -> KVCoreCache:
         return self

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from kvcore.config import CacheConfig, Config, parse_bytes
 from kvcore.engine.cache import KVCache
 from kvcore.engine.fitting import Holders
+from kvcore.engine.sizing import plan_capacity
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.layout import Layout
 from kvcore.plugins.registry import Registry
@@ -92,8 +93,19 @@ def cache_for(model: Any, config: Config) -> KVCache:
 
 
 def build_cache(model: Any, *, memory: int | str, **cache_options: Any) -> KVCache:
-    """Build a cache for a model from a few options, see :class:`kvcore.config.CacheConfig`."""
+    """Build a cache for a model from a few options, see :class:`kvcore.config.CacheConfig`.
+
+    ``max_tokens`` is by default what the memory holds, where that is more than the usual step.
+    """
     if model.dtype in DTYPES:
         cache_options.setdefault("format", DTYPES[model.dtype])
     options = {**msgspec.structs.asdict(CacheConfig()), **cache_options, "memory": parse_bytes(memory)}
-    return cache_for(model, Config.from_mapping({"cache": options}))
+    config = Config.from_mapping({"cache": options})
+    if "max_tokens" not in cache_options:
+        registry, layouts = describe(config, model.config, model.dtype)
+        planned = plan_capacity(
+            layouts, config.cache.memory, config.cache.max_requests, spaces=registry.index_spaces(), step_tokens=1
+        )
+        fits = max(config.cache.max_tokens, planned.token_capacity or 0)
+        config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, max_tokens=fits))
+    return cache_for(model, config)
