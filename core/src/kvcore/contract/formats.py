@@ -24,10 +24,13 @@ class Format(ABC):
     Attributes:
         name: the id used in configurations and on the wire.
         revision: changes whenever the meaning of the bytes does; peers must agree.
+        magnitudes: smallest and largest size of a token's head (its largest value) whose values keep the format's
+            precision; what is smaller may lose it, what is larger may be cut off, and nothing becomes infinite or NaN.
     """
 
     name: ClassVar[str]
     revision: ClassVar[int] = 1
+    magnitudes: tuple[float, float] = (1e-6, 1e3)
 
     def supports(self, group: LayerGroup) -> Support:
         """Whether the format can hold this group (a block that divides head_dim, …)."""

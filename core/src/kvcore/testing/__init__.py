@@ -25,6 +25,8 @@ except ModuleNotFoundError as error:
 # Before the suites are imported: their assertions then show the values that differ.
 _KIT = (
     "backups",
+    "formats.attention",
+    "formats.codec",
     "formats.values",
     "formats.layout",
     "formats.moves",

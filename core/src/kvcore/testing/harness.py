@@ -161,6 +161,13 @@ class View:
         self.range = next(r.ranges[0] for r in self.layout.moving_regions)
         self.page_size = self.layout.space_of_range(self.range).tokens_per_unit
 
+    def can_attend(self) -> Support:
+        """Whether attention over the group is served by a kernel, and not by the kit's stand-in."""
+        chosen = {choice.op: choice.chosen for choice in self.cache.explain()[self.group.prefix]}
+        if chosen["attend_decode"] == NoDecode.name:
+            return unsupported("no kernel attends over these tensors")
+        return FULL
+
     @property
     def arena(self) -> Bytes:
         """The live arena."""

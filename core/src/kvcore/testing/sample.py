@@ -50,6 +50,7 @@ class ThreeComponents(Format):
     (``index_key``): three components that have to move together or not at all."""
 
     name: ClassVar[str] = "three_components"
+    magnitudes = (1e-4, 1e3)  # below, the fp16 scale has no bits left
 
     def supports(self, group: LayerGroup) -> Support:
         """Attention groups whose heads are whole blocks."""

@@ -70,6 +70,8 @@ class Nvfp4(Format):
                 "tensor_scale must be a normal, positive fp32 number", format=self.name, tensor_scale=tensor_scale
             )
         self.tensor_scale: float = struct.unpack("<f", struct.pack("<f", tensor_scale))[0]
+        # Block scales that are normal numbers of e4m3 (from 2**-6 on), times the largest E2M1 value.
+        self.magnitudes = (2**-6 * 6 * self.tensor_scale, 448 * 6 * self.tensor_scale)
         self._scales: Mapping[str, torch.Tensor] = {}
 
     def supports(self, group: LayerGroup) -> Support:
