@@ -12,7 +12,7 @@ import torch
 
 import kvcore.memory.pool
 from kvcore.builtin.kernels.reference import ReferenceCopyUnits, ReferenceLoad
-from kvcore.contract import DONE, Fence, Format, Kernel
+from kvcore.contract import DONE, FULL, Fence, Format, Kernel, unsupported
 from kvcore.layout import Field, Layout, Region
 from kvcore.layout.moves import Program
 from kvcore.plugins import load_plugins
@@ -64,8 +64,27 @@ def test_three_components_pass() -> None:
     results = checked(ThreeComponents)
     assert {check.outcome for check in results} == {"passed", "skipped"}
     skipped = {check.check.partition("[")[0] for check in results if check.outcome == "skipped"}
-    assert all("attends" in name or "disturbs" in name for name in skipped), "index keys are attended to by nobody"
+    assert skipped == {"test_own_kernels_serve", *(name for name in skipped if "attends" in name or "disturbs" in name)}
     assert len(results) > 40
+
+
+def test_kernels_that_never_serve() -> None:
+    class Shy(ReferenceLoad):
+        name = "shy_load"
+        formats = ("three_components",)
+        priority = 100
+
+        def supports(self, device: str, layout: Layout, group: Any) -> Any:
+            return unsupported("never")
+
+    results = checked(ThreeComponents, [Shy()], select="own_kernels")
+    assert [(check.outcome, "shy_load" in check.reason) for check in results] == [("failed", True)]
+
+    class Bold(Shy):
+        def supports(self, device: str, layout: Layout, group: Any) -> Any:
+            return FULL
+
+    assert [check.outcome for check in checked(ThreeComponents, [Bold()], select="own_kernels")] == ["passed"]
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------

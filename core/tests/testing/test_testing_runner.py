@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from kvcore.layout import SpaceSpec
 from kvcore.plugins import load_plugins
 from kvcore.plugins.registry import LoadedPlugin, Registry
 from kvcore.requests.spaces import SequenceSpace
-from kvcore.testing import Case, IndexSpaceSuite, cases_of, run, unchecked
+from kvcore.testing import Case, IndexSpaceSuite, ThreeComponents, cases_of, run, unchecked
 
 GOOD = Case("index_spaces", "sequence", IndexSpaceSuite, {"space": SequenceSpace})
 
@@ -110,6 +111,32 @@ def test_the_command_fails_where_a_check_does(
     text = capsys.readouterr().out
     assert "conformance of mine" in text
     assert "broken: test_live_units" in text
+
+
+class Typo(ThreeComponents):
+    name = "typo"
+
+    def layout(self, *args: Any, **options: Any) -> Any:
+        return undefined_name  # noqa: F821
+
+
+def test_one_typo_is_one_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the same traceback a hundred times over."""
+    info = PluginInfo("mine", (1, 0))
+    registry = Registry([*load_plugins(())._plugins, LoadedPlugin(info, "", "", {}, {"formats": {"typo": Typo}})])
+    monkeypatch.setattr("kvcore.builtin.commands.check.load_plugins", lambda names: registry)
+    assert check("mine") == 1
+    text = capsys.readouterr().out
+    assert text.count("NameError: name 'undefined_name' is not defined") == 1
+    assert len(text.splitlines()) < 80
+    (line,) = [line for line in text.splitlines() if "fail alike" in line]
+    assert check("mine", json=True) == 1
+    report = json.loads(capsys.readouterr().out)
+    fault, *others = report["faults"]
+    assert len(fault["checks"]) > 100
+    assert f"typo: {len(fault['checks'])} checks fail alike" in line
+    assert not others
+    assert "NameError" in fault["details"]
 
 
 def test_the_command_names_what_has_no_suite(

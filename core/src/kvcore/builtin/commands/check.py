@@ -53,9 +53,39 @@ def _record(plugin: str, counts: Counts, checks: Sequence[Check], left: Mapping[
         "plugin": plugin,
         "ok": not any(found["failed"] for found in counts.values()),
         "subjects": subjects,
-        "checks": [msgspec.to_builtins(item) for item in checks],
+        "faults": [msgspec.to_builtins(fault) for fault in faults(checks)],
+        "checks": [msgspec.to_builtins(msgspec.structs.replace(item, details="")) for item in checks],
         "without_a_suite": left,
     }
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One cause for which checks failed: a typo in a format fails them all, and is shown once.
+
+    Attributes:
+        subject: what was checked.
+        reason: the same for all of ``checks``.
+        checks: their names, in order.
+        details: the report of the first.
+    """
+
+    subject: str
+    reason: str
+    checks: tuple[str, ...]
+    details: str
+
+
+def faults(checks: Sequence[Check]) -> list[Fault]:
+    """Failed checks by subject and reason, those that fail most checks first."""
+    found: dict[tuple[str, str], list[Check]] = {}
+    for item in checks:
+        if item.outcome == "failed":
+            found.setdefault((item.subject, item.reason or item.details), []).append(item)
+    made = [
+        Fault(subject, reason, tuple(item.check for item in items), items[0].details)
+        for (subject, reason), items in found.items()
+    ]
+    return sorted(made, key=lambda fault: -len(fault.checks))
 
 
 def _show(plugin: str, counts: Counts, checks: Sequence[Check], left: Mapping[str, list[str]]) -> None:
@@ -76,7 +106,10 @@ def _show(plugin: str, counts: Counts, checks: Sequence[Check], left: Mapping[st
         console.print(escape(f"skipped {number} of {subject}: {reason}"), highlight=False)
     for kind, names in left.items():
         console.print(escape(f"no suite for {kind}: {', '.join(names)}"), highlight=False)
-    for item in checks:
-        if item.outcome == "failed":
-            console.rule(escape(f"{item.subject}: {item.check}"), style="red")
-            console.print(escape(item.details), highlight=False)
+    for fault in faults(checks):
+        alone = len(fault.checks) == 1
+        what = fault.checks[0] if alone else f"{len(fault.checks)} checks fail alike"
+        console.rule(escape(f"{fault.subject}: {what}"), style="red")
+        if not alone:
+            console.print(escape(f"the first of them: {fault.checks[0]}"), highlight=False)
+        console.print(escape(fault.details), highlight=False)

@@ -9,7 +9,7 @@ import pytest
 
 from kvcore.contract import Format
 from kvcore.layout import ArenaOrder, Layout
-from kvcore.plugins import load_plugins
+from kvcore.plugins import load_plugins, provider_of
 from kvcore.plugins.registry import Registry
 from kvcore.spec import LayerGroup, Shard
 from kvcore.testing.harness import Subject, View, open_cache, skip_unsupported
@@ -37,9 +37,11 @@ class FormatBase:
             metafunc.parametrize("arena", get_args(ArenaOrder))
 
     @pytest.fixture
-    def registry(self) -> Registry:
-        """Where kernels, pools, backups and transports come from."""
-        return load_plugins(())
+    def registry(self, kv_format: Format) -> Registry:
+        """Where kernels, pools, backups and transports come from: the plugin that provides the format, where it is
+        installed, and the built-in ones."""
+        provider = provider_of("formats", kv_format.name)
+        return load_plugins(() if provider is None else (provider,))
 
     @pytest.fixture
     def held(self, group: LayerGroup, kv_format: Format) -> LayerGroup:

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcore.contract import Format, unsupported
+from kvcore.contract import FULL, Format, unsupported
 from kvcore.errors import UnsupportedError
 from kvcore.layout import ArenaOrder, Layout
+from kvcore.plugins.registry import Registry
 from kvcore.spec import LayerGroup, Shard
 from kvcore.testing.formats.base import FormatBase
-from kvcore.testing.harness import View, skip_unsupported
+from kvcore.testing.harness import View, open_cache, skip_unsupported
 from kvcore.testing.memory import Map, element_bytes
 
 
 class FormatLayout(FormatBase):
     """The layout alone."""
+
+    def test_own_kernels_serve(self, subject: Registry, kv_format: Format) -> None:
+        """Kernels that name the format serve some group; where none is installed, the derived reference was checked."""
+        own = {kernel.name for kernel in subject.kernels() if kv_format.name in kernel.formats}
+        missing = unsupported(f"no installed kernel names {kv_format.name}: the derived reference kernels were checked")
+        skip_unsupported(FULL if own else missing, "kernels of its own")
+        chosen = set()
+        for group in self.groups.values():
+            if kv_format.supports(group):
+                with open_cache(subject, group, page_size=self.page_size, arena="page_major") as cache:
+                    chosen |= {choice.chosen for choice in cache.explain()[group.prefix]}
+        assert own & chosen, f"none of {sorted(own)} serves any group"
 
     def test_holds_some_group(self, kv_format: Format) -> None:
         """A format that refuses every group is not checked: give the suite ``groups`` that it holds."""
