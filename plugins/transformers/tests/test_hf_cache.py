@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcore.errors import CapacityError, KVCoreError, RequestError, UnsupportedError
+from kvcore.errors import CapacityError, KVCoreError, RequestError, StepTooLargeError, UnsupportedError
 from kvcore_transformers.modeling.hf_cache import KVCoreCache
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
@@ -288,11 +288,12 @@ def test_a_copy_is_right_after_a_retraction(tiny_model, make_cache):
 def test_a_copy_that_is_dropped_gives_its_rows_back(tiny_model):
     """Nobody closes a copy of a prefix; a collector may not release in the middle of another call."""
     model = tiny_model("llama")
-    with KVCoreCache.for_model(model, memory="2MiB") as cache:
+    page_bytes = 3 * 2 * 2 * 16 * 16 * 4
+    with KVCoreCache.for_model(model, memory=10 * page_bytes) as cache:
         forward(model, cache, batch(1, 33))
-        for seed in range(100):  # more than fit at once
+        for seed in range(8):  # more than fit at once
             forward(model, copy.deepcopy(cache), batch(1, 17, seed=seed))
-            gc.collect()
+            gc.collect(1)  # only what is young: a collection of everything takes long
         forward(model, cache, batch(1, 1))
         assert cache.kvcache.stats().manager.requests == 1
 
@@ -344,3 +345,20 @@ def test_a_prompt_longer_than_a_usual_step(tiny_model):
         want = DynamicCache(config=model.config)
         ids = batch(1, 2100)
         assert torch.equal(*(forward(model, one, ids)[:, -1] for one in (want, cache)))
+
+
+def test_a_batch_of_more_rows_than_a_usual_step(tiny_model):
+    """Beams multiply rows: neither are they the user's to count. What a user did set is held."""
+    model = tiny_model("llama")
+    with KVCoreCache.for_model(model, memory="8MiB") as cache:
+        check_equal(model, batch(20, 3), cache, new=3, num_beams=4)
+        assert cache.batch_size == 80
+    with KVCoreCache.for_model(model, memory="8MiB", max_rows=2) as cache:
+        with pytest.raises(StepTooLargeError):
+            forward(model, cache, batch(3, 2))
+        assert cache.kvcache.stats().manager.requests == 0
+        check_equal(model, batch(2, 2), cache, new=2)
+    with KVCoreCache.for_model(model, memory="8MiB", max_tokens=8) as cache:
+        with pytest.raises(StepTooLargeError):
+            forward(model, cache, batch(1, 9))
+        check_equal(model, batch(8, 1), cache, new=2)

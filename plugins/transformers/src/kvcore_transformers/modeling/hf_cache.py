@@ -146,7 +146,7 @@ class KVCoreCache(Cache):  # type: ignore[misc]  # transformers is not typed
             model: a Hugging Face model (its ``config`` and ``dtype`` are read).
             memory: bytes for the pools.
             cache_options: fields of :class:`kvcore.config.CacheConfig`; ``format`` defaults to the model's dtype, ``max_tokens``
-                to what the pools hold, so that a prompt of any length that fits goes through in one pass.
+                and ``max_rows`` (to 256) to what the pools hold, so that a batch that fits goes through in one pass.
         """
         return cls(build_cache(model, memory=memory, **cache_options), owned=True)
 

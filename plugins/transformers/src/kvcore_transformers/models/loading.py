@@ -24,6 +24,9 @@ from kvcore_transformers.models.hf_config import computed_in
 DTYPES: dict[torch.dtype, str] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 """Compute dtypes that have a plain format, by name."""
 
+MOST_ROWS = 256
+"""Rows that :func:`build_cache` makes room for: page tables have a line for each, as wide as the longest request."""
+
 
 def load_model(directory: Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """Load a causal language model for inference, computing in ``dtype``. Never asks a network.
@@ -95,17 +98,21 @@ def cache_for(model: Any, config: Config) -> KVCache:
 def build_cache(model: Any, *, memory: int | str, **cache_options: Any) -> KVCache:
     """Build a cache for a model from a few options, see :class:`kvcore.config.CacheConfig`.
 
-    ``max_tokens`` is by default what the memory holds, where that is more than the usual step.
+    ``max_tokens`` and ``max_rows`` are by default what the memory holds, where that is more than the usual step; rows up to
+    :data:`MOST_ROWS`.
     """
     if model.dtype in DTYPES:
         cache_options.setdefault("format", DTYPES[model.dtype])
     options = {**msgspec.structs.asdict(CacheConfig()), **cache_options, "memory": parse_bytes(memory)}
     config = Config.from_mapping({"cache": options})
-    if "max_tokens" not in cache_options:
+    if not {"max_tokens", "max_rows"} <= cache_options.keys():
         registry, layouts = describe(config, model.config, model.dtype)
         planned = plan_capacity(
             layouts, config.cache.memory, config.cache.max_requests, spaces=registry.index_spaces(), step_tokens=1
         )
-        fits = max(config.cache.max_tokens, planned.token_capacity or 0)
-        config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, max_tokens=fits))
+        tokens = planned.token_capacity or 0
+        rows = min(tokens // config.cache.page_size, MOST_ROWS)  # each holds a page at least
+        fits = {"max_tokens": max(config.cache.max_tokens, tokens), "max_rows": max(config.cache.max_rows, rows)}
+        own = {key: value for key, value in fits.items() if key not in cache_options}
+        config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, **own))
     return cache_for(model, config)
