@@ -14,7 +14,7 @@ from kvcore.plugins import load_plugins, resolve_plugins
 from kvcore.plugins.registry import Registry
 from kvcore.spec import LayerGroup, ModelSpec, TensorSpec
 from kvcore_transformers import PLUGIN
-from kvcore_transformers.models.hf_config import compute_dtype, get, layer_types, require
+from kvcore_transformers.models.hf_config import compute_dtype, get, layer_types, optional, require
 
 FULL_GROUP = "full"
 """Prefix of the group of layers that attend to the whole sequence."""
@@ -103,7 +103,7 @@ class AttentionAdapter(ModelAdapter):
             name=str(get(config, "_name_or_path") or get(config, "model_type")),
             groups=self.groups(config, {kind: layers_of(types, kind) for kind in self.kinds}),
             dtype=compute_dtype(config),
-            max_length=get(config, "max_position_embeddings") or 0,
+            max_length=optional(config, "max_position_embeddings"),
         )
 
     def groups(self, config: Any, layers: Mapping[str, tuple[int, ...]]) -> tuple[LayerGroup, ...]:

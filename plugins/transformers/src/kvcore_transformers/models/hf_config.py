@@ -24,6 +24,16 @@ def require(config: Any, key: str) -> int:
     return value
 
 
+def optional(config: Any, key: str) -> int:
+    """A number of at least 0; 0 where the configuration does not say. Raises ConfigError where it says something else."""
+    value = get(config, key)
+    if value is None:
+        return 0
+    if not isinstance(value, int) or value < 0:
+        raise ConfigError("the model's configuration has no number where one belongs", key=key, got=value)
+    return value
+
+
 def layer_types(config: Any) -> tuple[str, ...]:
     """Type of each layer, in the words of Hugging Face; models that do not say are judged by their window."""
     layers = require(config, "num_hidden_layers")
@@ -36,11 +46,11 @@ def layer_types(config: Any) -> tuple[str, ...]:
     window = get(config, "sliding_window")
     # Qwen 2 writes a window down even where it is switched off.
     switched_on = get(config, "use_sliding_window")
-    longest = get(config, "max_position_embeddings") or 0
-    if window is None or switched_on is False or 0 < longest <= window:
+    longest = optional(config, "max_position_embeddings")
+    if window is None or switched_on is False or 0 < longest <= require(config, "sliding_window"):
         return ("full_attention",) * layers
     if switched_on:
-        first = get(config, "max_window_layers") or 0
+        first = optional(config, "max_window_layers")
         return tuple("sliding_attention" if layer >= first else "full_attention" for layer in range(layers))
     return ("sliding_attention",) * layers
 
