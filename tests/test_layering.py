@@ -27,7 +27,7 @@ ORDER = """
     requests.payload requests.unit_lists requests.holds requests.checkpoints requests.rules requests.steps
     requests.integrity requests.manager
     memory memory.tensors memory.uploads memory.constants memory.states memory.pool memory.batch memory.opchecks
-    memory.paged_attention memory.store
+    memory.groups memory.paged_attention memory.store
     transfer transfer.copier
     transfer.messages transfer.messages.control transfer.messages.manifest
     transfer.session transfer.session.base transfer.session.sources transfer.session.plan transfer.session.checksums

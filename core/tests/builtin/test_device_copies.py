@@ -21,8 +21,8 @@ from kvcore.builtin.pools.device_copies import Event, EventFence, Streams, Torch
 from kvcore.contract import DONE, Piece
 from kvcore.errors import ConfigError, StaleHandleError, TransferError, UnsupportedError
 from kvcore.layout.moves import Program
-from kvcore.memory.store import choose_builder
 from kvcore.plugins import load_plugins
+from kvcore.plugins.dispatch import choose_builder
 from kvcore.spec import Shard
 from kvcore.testing.sample import GROUPS, ThreeComponents
 from kvcore.transfer.shm.windows import windows_of

@@ -143,7 +143,7 @@ def test_a_kernel_of_an_unknown_op_is_refused(install: Install) -> None:
     install("kernel_without_op")
     with pytest.raises(PluginError, match="not a kernel") as caught:
         load_plugins(["kernel_without_op"]).kernels()
-    assert "attend_decode" in caught.value.fields["reason"]
+    assert "did you mean 'store'?" in caught.value.fields["reason"]
 
 
 def test_two_distributions_with_one_plugin_name(install: Install) -> None:

@@ -24,12 +24,16 @@ class Format(ABC):
     Attributes:
         name: the id used in configurations and on the wire.
         revision: changes whenever the meaning of the bytes does; peers must agree.
+        ops: every op that a kernel has to serve for a pool of this format: of the standard ones
+            (:data:`kvcore.contract.OPS`) those that it has, and its own, any identifier, which
+            :meth:`kvcore.engine.step.Step.run` calls by name.
         magnitudes: smallest and largest size of a token's head (its largest value) whose values keep the format's
             precision; what is smaller may lose it, what is larger may be cut off, and nothing becomes infinite or NaN.
     """
 
     name: ClassVar[str]
     revision: ClassVar[int] = 1
+    ops: tuple[str, ...] = ("store", "load", "attend_decode", "attend_prefill", "copy_units")
     magnitudes: tuple[float, float] = (1e-6, 1e3)
 
     def supports(self, group: LayerGroup) -> Support:

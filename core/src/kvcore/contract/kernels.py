@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcore.contract.base import Support
 from kvcore.contract.formats import Format
@@ -17,8 +17,10 @@ from kvcore.spec import LayerGroup
 if TYPE_CHECKING:
     import torch
 
-Op = Literal["store", "load", "attend_decode", "attend_prefill", "copy_units"]
-OPS: tuple[Op, ...] = ("store", "load", "attend_decode", "attend_prefill", "copy_units")
+Op = str
+"""An identifier: one of :data:`OPS`, or an op of a format's own (:attr:`Format.ops`)."""
+OPS: tuple[Op, ...] = Format.ops
+"""The standard ops, with the signatures that :class:`Kernel` lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class BatchPlan:
         slots: ``int64 [T]``, where each new token goes: ``unit * page_size + offset``; −1 is dropped.
         page_table: ``int64 [R, max units]``, unit ids; unused entries name the null unit.
         host_lengths, host_query_indptr: the same as tuples, for kernels that loop on the host.
+        ranges: the batches of all unit ranges of the layer group by name, this one among them: for ops that read a ring
+            and compressed rows, or write a residual beside the pages.
     """
 
     step: int
@@ -45,6 +49,7 @@ class BatchPlan:
     page_table: torch.Tensor
     host_lengths: tuple[int, ...]
     host_query_indptr: tuple[int, ...]
+    ranges: Mapping[str, BatchPlan] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_rows(self) -> int:
@@ -99,6 +104,8 @@ class Kernel(ABC):
       ``out [R, Hq, Dv]``.
     - ``attend_prefill(layer, q, out, plan, params, after)``: ``q [T, Hq, Dk]``, ``out [T, Hq, Dv]``; causal: a query sees
       keys up to its own position.
+    - any other op: ``(layer, plan, buffers, after)``; ``buffers`` is the mapping of tensors that the caller hands to
+      :meth:`kvcore.engine.step.Step.run`, read or written as the op's plugin documents.
     - ``copy_units(range_name, src, dst, after)``: copy whole units of every layer and region of the range;
       ``src``, ``dst`` are int64 region unit ids, disjoint.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kvcore.contract import DONE, AttendParams, BatchPlan, Fence, Unique
+from kvcore.contract import DONE, AttendParams, BatchPlan, Fence, Op, Unique
 from kvcore.engine.turns import Turns, in_turn
 from kvcore.errors import StaleHandleError
 from kvcore.memory.store import Store
@@ -86,6 +86,12 @@ class Step(Unique):
         """Attention of the step's queries ``[T, Hq, Dk]`` on the pools, into ``out [T, Hq, Dv]``."""
         self._check()
         return self._store.attend(layer, q, out, params, after)
+
+    @in_turn
+    def run(self, op: Op, layer: int, buffers: Mapping[str, torch.Tensor], after: Fence = DONE) -> Fence:
+        """An op of the format's own, by name: see :meth:`kvcore.memory.store.Store.run`."""
+        self._check()
+        return self._store.run(op, layer, buffers, after)
 
     @in_turn
     def load(self, layer: int, slots: torch.Tensor, out: Mapping[str, torch.Tensor], after: Fence = DONE) -> Fence:

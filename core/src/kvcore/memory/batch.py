@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcore.contract import BatchPlan
+from kvcore.contract import BatchPlan, IndexSpace
 from kvcore.errors import IntegrityError, StaleHandleError, StepTooLargeError
-from kvcore.layout import Int64Array
+from kvcore.layout import Int64Array, Layout, SpaceSpec
 from kvcore.memory.uploads import StreamUploads, Uploads
 from kvcore.requests.stepplan import RangePlan, StepPlan
 
@@ -194,7 +195,7 @@ class BatchBuilder:
         array: npt.NDArray[np.int64] = self._host[name].numpy()
         return array
 
-    def _views(self, rows: int, tokens: int, width: int) -> dict[str, torch.Tensor]:
+    def _views(self, rows: int, tokens: int, width: int) -> dict[str, Any]:
         buffers = self._device
         return {
             "lengths": buffers["lengths"][:rows],
@@ -203,3 +204,25 @@ class BatchBuilder:
             "slots": buffers["slots"][:tokens],
             "page_table": buffers["page_table"][:rows, :width],
         }
+
+
+def longest_request(layouts: Mapping[str, Layout], units: Mapping[str, Mapping[str, int]]) -> int:
+    """Tokens of the longest request that any range has units for."""
+    return max(
+        (
+            units.get(group, {}).get(item.name, 0) * layout.space(item.space).tokens_per_unit
+            for group, layout in layouts.items()
+            for item in layout.ranges
+        ),
+        default=0,
+    )
+
+
+def most_units(spaces: Mapping[str, IndexSpace], spec: SpaceSpec, units: int, longest: int) -> int:
+    """Most logical units of a request of up to ``longest`` tokens, in a range of ``units``."""
+    space, longest = spaces.get(spec.kind), max(1, longest)
+    if space is None:
+        return max(units, -(-longest // spec.tokens_per_unit) if spec.tokens_per_unit else 1)
+    touched = max(1, space.num_units(spec, longest))
+    # A table counts units that are dead too: where some fall dead it may be longer than its range has units.
+    return touched if space.evict_before(spec, longest) else min(units, touched)

@@ -65,9 +65,10 @@ class PageSource(ABC):
 
 
 def attends_keys_and_values(group: LayerGroup) -> Support:
-    """Groups with ``k`` and ``v`` of equally many heads: what the functions of this module attend over."""
+    """Groups with ``k`` and ``v`` of equally many heads: what the functions of this module attend over. Other tensors of a
+    group are not read."""
     names = sorted(tensor.name for tensor in group.tensors)
-    if names != ["k", "v"]:
+    if not {"k", "v"} <= set(names):
         return unsupported(f"attends over k and v, not over {', '.join(names) or 'nothing'}")
     if group.tensor("k").num_heads != group.tensor("v").num_heads:
         return unsupported("needs as many heads in v as in k")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
 from kvcore.contract import (
     DONE,
+    OPS,
     Arena,
     AttendParams,
     BatchPlan,
@@ -18,6 +18,7 @@ from kvcore.contract import (
     Format,
     IndexSpace,
     Kernel,
+    Op,
     PoolBuilder,
     PoolView,
     Unique,
@@ -25,19 +26,19 @@ from kvcore.contract import (
 )
 from kvcore.errors import (
     ConfigError,
-    PluginError,
     StaleHandleError,
     UnsupportedError,
     nearest,
 )
-from kvcore.layout import Layout, SpaceSpec
-from kvcore.memory.batch import BatchBuilder
+from kvcore.layout import Layout
+from kvcore.memory.batch import BatchBuilder, longest_request, most_units
 from kvcore.memory.constants import ConstantFields
+from kvcore.memory.groups import GroupState, Route
 from kvcore.memory.opchecks import check_attend, check_format, check_layers, check_load, check_rows, check_window
 from kvcore.memory.pool import Pool
 from kvcore.memory.states import StateSlots
 from kvcore.memory.tensors import int64_tensor
-from kvcore.plugins.dispatch import ChosenKernels, KernelChoice, KernelTable, choose_kernels
+from kvcore.plugins.dispatch import ChosenKernels, KernelChoice, KernelTable, choose_builder, choose_kernels
 from kvcore.requests.spaces import BUILTIN_SPACES
 from kvcore.requests.stepplan import RangePlan, StepPlan
 from kvcore.spec import LayerGroup, ModelSpec, Shard
@@ -46,46 +47,6 @@ _T = TypeVar("_T")
 
 _Tokens = tuple[Format, ChosenKernels]
 """What a group of attention has and a group of state does not."""
-
-
-@dataclass
-class _GroupState:
-    """What the store keeps of one layer group."""
-
-    group: LayerGroup
-    row_shapes: dict[str, tuple[int, int]]
-    pool: Pool
-    constants: ConstantFields
-    format: Format | None
-    table: KernelTable | None
-    """None for groups of state: what they hold is written by whoever computes it."""
-    builders: dict[str, BatchBuilder]
-    slots: dict[str, StateSlots]
-    plans: dict[str, BatchPlan] = field(default_factory=dict)
-    plan: BatchPlan | None = None
-
-    def issued(self, fence: Fence) -> Fence:
-        """The fence of an op. Kernels order their own work by the device's stream; whatever leaves the stream (an offer,
-        a copy) needs an event, which the pool's mark is."""
-        marked = self.pool.mark()
-        return fence if marked is DONE else all_fences([fence, marked])
-
-    def copy_units(self, range_name: str, src: torch.Tensor, dst: torch.Tensor) -> None:
-        if self.table is not None:
-            self.table.copy_units(range_name, src, dst, DONE)
-            return
-        for units in self.pool.unit_views(range_name):
-            units[dst] = units[src]
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """Where the tokens of a model layer are."""
-
-    state: _GroupState
-    table: KernelTable
-    layer: int
-    writes: bool
 
 
 class Store(Unique):
@@ -126,21 +87,21 @@ class Store(Unique):
         self.op_counts: Counter[str] = Counter()
         self._device = device
         self._sizes = (max_rows, max_tokens)
-        self._groups: dict[str, _GroupState] = {}
-        self._routes: dict[int, _Route] = {}
+        self._groups: dict[str, GroupState] = {}
+        self._routes: dict[int, Route] = {}
         self._step: StepPlan | None = None
         self._last_step: int | None = None
         self._decode = False
         self._spaces = spaces
         # A step that begins below the model's length may end beyond it, by drafts that are rejected.
-        self._longest = model.max_length + max_tokens if model.max_length else _longest_request(layouts, units)
+        self._longest = model.max_length + max_tokens if model.max_length else longest_request(layouts, units)
         ready: list[tuple[LayerGroup, Layout, PoolBuilder, _Tokens | None]] = []
         for group in model.groups:
             layout, tokens = _of(layouts, group, "layout"), None
             if group.kind == "attention":
                 fmt = _of(formats, group, "format")
                 check_format(group, layout, fmt)
-                tokens = (fmt, choose_kernels(kernels, device, layout, group))
+                tokens = (fmt, choose_kernels(kernels, device, layout, group, fmt.ops))
             ready.append((group, layout, choose_builder(pool_builders, device, layout), tokens))
         check_layers(model)
         try:
@@ -166,7 +127,7 @@ class Store(Unique):
             first = pool.first_unit(item.name)
             builders[item.name] = BatchBuilder(
                 *self._sizes,
-                self._widest(layout.space_of_range(item.name), units[item.name]),
+                most_units(self._spaces, layout.space_of_range(item.name), units[item.name], self._longest),
                 null_unit=first,
                 device=self._device,
                 whole_rows=layout.space_of_range(item.name).unit == "row",
@@ -176,7 +137,7 @@ class Store(Unique):
         constants = ConstantFields(pool)
         shapes = {t.name: (shard.num_heads(t), t.head_dim) for t in group.tensors}
         fmt = tokens_as[0] if tokens_as is not None else None
-        state = _GroupState(group, shapes, pool, constants, fmt, None, builders, slots)
+        state = GroupState(group, shapes, pool, constants, fmt, None, builders, slots)
         self._groups[group.prefix] = state  # from here on closed with the store
         if tokens_as is None:
             return
@@ -185,20 +146,10 @@ class Store(Unique):
             constants.write(fmt.constants(layout), fmt.check_constants)
         table = state.table = chosen.bind(pool, group, fmt)
         for layer in layout.layers:
-            self._routes[layer] = _Route(state, table, layer, True)
+            self._routes[layer] = Route(state, table, layer, True)
         for layer, storage in group.shares:
             if storage in layout.layers:
-                self._routes[layer] = _Route(state, table, storage, False)
-
-    def _widest(self, spec: SpaceSpec, units: int) -> int:
-        """Most logical units of a request in a range of ``units``."""
-        space = self._spaces.get(spec.kind)
-        longest = max(1, self._longest)
-        if space is None:
-            return max(units, -(-longest // spec.tokens_per_unit) if spec.tokens_per_unit else 1)
-        touched = max(1, space.num_units(spec, longest))
-        # A table counts units that are dead too: where some fall dead it may be longer than its range has units.
-        return touched if space.evict_before(spec, longest) else min(units, touched)
+                self._routes[layer] = Route(state, table, storage, False)
 
     # --- what there is ---
 
@@ -230,7 +181,7 @@ class Store(Unique):
             raise StaleHandleError("no step has begun", group=group)
         return state.plans[name]
 
-    def _group(self, group: str) -> _GroupState:
+    def _group(self, group: str) -> GroupState:
         if group not in self._groups:
             raise ConfigError("no such layer group", group=group, remedy=nearest(group, self._groups))
         return self._groups[group]
@@ -317,7 +268,7 @@ class Store(Unique):
             raise StaleHandleError("step is older than the store's last one", step=plan.step, last=self._last_step)
         self.require_constants()
         self._end_step()
-        work: list[tuple[_GroupState, RangePlan]] = []
+        work: list[tuple[GroupState, RangePlan]] = []
         plans: dict[str, dict[str, BatchPlan]] = {}
         for name, state in self._groups.items():
             plans[name] = {}
@@ -347,8 +298,7 @@ class Store(Unique):
         for state, part in work:
             state.pool.zero(part.fresh, state.pool.components_of(part.range))
         for name, state in self._groups.items():
-            state.plans = plans[name]
-            state.plan = state.plans[state.pool.layout.token_range]
+            state.set_plans(plans[name])
             for range_name, slots in state.slots.items():
                 slots.build(plan.of(name, range_name), [row.count for row in plan.rows])
         self._step, self._last_step = plan, plan.step
@@ -370,8 +320,7 @@ class Store(Unique):
         if not rows:
             return
         for state in self._groups.values():
-            state.plans = {name: builder.invalidate(rows) for name, builder in state.builders.items()}
-            state.plan = state.plans[state.pool.layout.token_range]
+            state.set_plans({name: builder.invalidate(rows) for name, builder in state.builders.items()})
             for slots in state.slots.values():
                 slots.invalidate(rows)
 
@@ -431,6 +380,32 @@ class Store(Unique):
                 return route.state.issued(route.table.attend_decode(route.layer, q, out, plan, params, after))
             return route.state.issued(route.table.attend_prefill(route.layer, q, out, plan, params, after))
 
+    def run(self, op: Op, layer: int, buffers: Mapping[str, torch.Tensor], after: Fence = DONE) -> Fence:
+        """Run an op of the format's own on the current step.
+
+        Args:
+            op: one of those in :attr:`kvcore.contract.Format.ops` that are not standard.
+            layer: model layer id.
+            buffers: what it reads and writes besides the pool, as the op documents.
+            after: work to wait for.
+
+        UnsupportedError for an op that the format of the layer does not have.
+        """
+        route = self._route(layer)
+        kernel = route.table.others.get(op)
+        if kernel is None:
+            raise UnsupportedError(
+                "the format has no such op of its own",
+                op=op,
+                layer=layer,
+                format=route.state.pool.layout.format,
+                remedy=f"Step.{op} is its method" if op in OPS else nearest(op, route.table.others),
+            )
+        plan = self._current(route)
+        self.op_counts[op] += 1
+        with torch.no_grad():
+            return route.state.issued(kernel(route.layer, plan, buffers, after))
+
     def load(self, layer: int, slots: torch.Tensor, out: Mapping[str, torch.Tensor], after: Fence = DONE) -> Fence:
         """Fill ``out[name][N, H, D]`` from ``slots [N]`` (any integer dtype) of a model layer; −1 gives zeros."""
         route = self._route(layer)
@@ -455,7 +430,7 @@ class Store(Unique):
         while self._groups:
             self._groups.popitem()[1].pool.close()
 
-    def _route(self, layer: int) -> _Route:
+    def _route(self, layer: int) -> Route:
         try:
             return self._routes[layer]
         except KeyError:
@@ -463,47 +438,10 @@ class Store(Unique):
                 "no such layer stores tokens on this rank", layer=layer, layers=sorted(self._routes)
             ) from None
 
-    def _current(self, route: _Route) -> BatchPlan:
+    def _current(self, route: Route) -> BatchPlan:
         if route.state.plan is None:
             raise StaleHandleError("no step has begun", group=route.state.group.prefix)
         return route.state.plan
-
-
-def _longest_request(layouts: Mapping[str, Layout], units: Mapping[str, Mapping[str, int]]) -> int:
-    """Tokens of the longest request that any range has units for."""
-    return max(
-        (
-            units.get(group, {}).get(item.name, 0) * layout.space(item.space).tokens_per_unit
-            for group, layout in layouts.items()
-            for item in layout.ranges
-        ),
-        default=0,
-    )
-
-
-def choose_builder(builders: Sequence[PoolBuilder], device: str, layout: Layout) -> PoolBuilder:
-    """Return the one pool builder that serves a device and layout.
-
-    Raises UnsupportedError with every refusal where there is none, PluginError where there are several.
-    """
-    answers = [(builder, builder.supports(device, layout)) for builder in builders]
-    able = [builder for builder, answer in answers if answer]
-    if not able:
-        raise UnsupportedError(
-            "no pool builder for the device",
-            device=device,
-            group=layout.group,
-            refused=[f"{builder.name}: {answer.reason}" for builder, answer in answers],
-            remedy="enable a plugin that has one, or choose another device",
-        )
-    if len(able) > 1:
-        raise PluginError(
-            "several pool builders serve the device",
-            device=device,
-            builders=sorted(builder.name for builder in able),
-            remedy="disable the plugin of one of them",
-        )
-    return able[0]
 
 
 def _of(items: Mapping[str, _T], group: LayerGroup, what: str) -> _T:

@@ -158,11 +158,14 @@ def _what_is_wrong(kind: Kind, item: Any) -> str:
         if not isinstance(value, str) or not value:
             return f"its {attribute!r} must be a non-empty string"
     if kind.base is Kernel:
-        if getattr(item, "op", None) not in OPS:
-            return f"its 'op' must be one of {', '.join(OPS)}"
+        op = getattr(item, "op", None)
+        if not isinstance(op, str) or not op.isidentifier():
+            return "its 'op' must be an identifier"
         formats = getattr(item, "formats", None)
         if not isinstance(formats, tuple) or not formats:
             return "its 'formats' must be a non-empty tuple of format names"
+        if op not in OPS and "*" in formats:
+            return f"its 'op' is none that every format has ({nearest(op, OPS)}): name the formats that declare it"
     return ""
 
 

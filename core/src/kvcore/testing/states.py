@@ -21,8 +21,8 @@ from kvcore.engine.cache import KVCache
 from kvcore.errors import UnsupportedError
 from kvcore.layout import ArenaOrder, Int64Array, Layout
 from kvcore.memory.pool import Pool
-from kvcore.memory.store import choose_builder
 from kvcore.plugins import load_plugins
+from kvcore.plugins.dispatch import choose_builder
 from kvcore.plugins.registry import Registry
 from kvcore.spec import LayerGroup, ModelSpec, Shard, StateSpec
 from kvcore.testing.harness import Subject, pull, skip_unsupported

@@ -16,8 +16,8 @@ from kvcore.contract import PeerConnection, ReadHandle, ReadJob, Transport
 from kvcore.errors import KVCoreError, TransferError
 from kvcore.layout import ArenaOrder, Layout
 from kvcore.layout.moves import Program
-from kvcore.memory.store import choose_builder
 from kvcore.plugins import load_plugins
+from kvcore.plugins.dispatch import choose_builder
 from kvcore.plugins.registry import Registry
 from kvcore.spec import Shard
 from kvcore.testing.harness import TIMEOUT_S, skip_unsupported

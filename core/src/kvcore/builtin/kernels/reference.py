@@ -257,9 +257,10 @@ class _ReferenceAttend(Kernel):
     formats = ("*",)
 
     def supports(self, device: str, layout: Layout, group: LayerGroup) -> Support:
-        """Groups that store ``k`` and ``v``, or ``latent`` and optionally ``rope``, with a slot for every token."""
+        """Groups that store ``k`` and ``v``, or ``latent`` and optionally ``rope``, with a slot for every token. What else
+        they store (an indexer's keys) no attention reads."""
         names = {tensor.name for tensor in group.tensors}
-        if group.kind != "attention" or names not in ({"k", "v"}, {"latent"}, {"latent", "rope"}):
+        if group.kind != "attention" or not ({"k", "v"} <= names or "latent" in names):
             return unsupported(
                 f"attends over k and v, or latent and rope, not over {', '.join(sorted(names)) or 'nothing'}"
             )

@@ -79,8 +79,8 @@ class Scene:
 
     def key_dim(self) -> int:
         """Elements of a query."""
-        names = [t for t in self.view.group.tensors if t.name != "v"]
-        return sum(tensor.head_dim for tensor in names)
+        read = [t for t in self.view.group.tensors if t.name in ("k", "latent", "rope")]
+        return sum(tensor.head_dim for tensor in read)
 
     def decoded(self, layer: int, name: str, length: int) -> tuple[Array, Array]:
         """Keys ``[S, H, Dk]`` and values ``[S, H, Dv]`` of a request as stored."""
