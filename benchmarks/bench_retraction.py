@@ -35,7 +35,7 @@ def _round_trip_ratio(backend: str, **options: Any) -> float:
         "retraction.options": options,
     }
     config = load_config(None, settings)
-    with KVCache.create(model, config, load_plugins(config.plugins)) as cache:
+    with KVCache.create(model, config, load_plugins(config)) as cache:
         tokens = 256 * PAGE
         cache.manager.admit("r", tokens, external=True)
         cache.manager.set_length("r", tokens)

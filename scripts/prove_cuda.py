@@ -80,7 +80,7 @@ class Setting:
             },
         )
         model = ModelSpec("prove", (self.group,), kv_format)
-        with KVCache.create(model, config, load_plugins(config.plugins)) as cache:
+        with KVCache.create(model, config, load_plugins(config)) as cache:
             yield cache
 
 

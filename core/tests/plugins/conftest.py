@@ -122,6 +122,19 @@ FAKES: dict[str, Fake] = {
         'PLUGIN = PluginInfo("raises_in_hook", CONTRACT)\n@hookimpl\ndef kvcore_register_formats(): return 1 / 0\n',
         formats=("zero8",),
     ),
+    "exits_in_hook": Fake(
+        'import sys\nPLUGIN = PluginInfo("exits_in_hook", CONTRACT)\n'
+        "@hookimpl\ndef kvcore_register_formats(): sys.exit(3)\n",
+        formats=("exit9",),
+    ),
+    "class_for_a_hook": Fake(
+        'PLUGIN = PluginInfo("class_for_a_hook", CONTRACT)\n@hookimpl\nclass kvcore_register_formats: pass\n'
+    ),
+    "returns_an_instance": Fake(
+        'PLUGIN = PluginInfo("returns_an_instance", CONTRACT)\n'
+        '@hookimpl\ndef kvcore_register_formats(): return [make_format("i8")()]\n',
+        formats=("i8",),
+    ),
     "promises_too_much": Fake(_formats("promises_too_much", "kept8"), formats=("kept8", "unkept8")),
     "points_nowhere": Fake(_formats("points_nowhere", "pn8"), extra={"kvcore.formats": "stray8 = another_module"}),
     "broken_kernels": Fake(

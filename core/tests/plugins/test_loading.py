@@ -58,6 +58,9 @@ def test_a_plugin_is_imported_only_if_enabled(install: Install) -> None:
         ("forgets_methods", "not a format", {"reason": "it does not implement decode, encode"}),
         ("registers_twice", "registers a format twice", {"name": "same8"}),
         ("raises_in_hook", "hook of a plugin failed", {"cause": "ZeroDivisionError: division by zero"}),
+        ("exits_in_hook", "hook of a plugin failed", {"cause": "SystemExit: 3"}),
+        ("class_for_a_hook", "named like a hook but no function", {"hook": "kvcore_register_formats"}),
+        ("returns_an_instance", "not a format", {"hook": "kvcore_register_formats"}),
         ("promises_too_much", "does not register", {"names": ["unkept8"]}),
     ],
 )
@@ -75,6 +78,21 @@ def test_a_bad_plugin_is_an_error_that_names_plugin_and_cause(
     assert report[name].error is not None
     assert message in report[name].error["message"]
     assert report["builtin"].healthy
+
+
+@pytest.mark.parametrize("name", ["returns_an_instance", "exits_in_hook", "class_for_a_hook", "returns_wrong_kind"])
+def test_leniently_loaded_every_fault_is_recorded_and_the_rest_works(install: Install, name: str) -> None:
+    install(name, "healthy")
+    registry = load_plugins([name, "healthy"], strict=False)
+    assert set(registry.failures) == {name}
+    assert "fake8" in registry.names("formats")
+
+
+def test_a_configuration_loads_the_plugins_it_needs(install: Install) -> None:
+    """As the samples do: naming what a third party provides is enough."""
+    install("healthy")
+    config = Config.from_mapping({"cache": {"format": "fake8"}})
+    assert load_plugins(config).plugins == ("builtin", "healthy")
 
 
 @pytest.mark.parametrize(

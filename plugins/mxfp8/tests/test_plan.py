@@ -9,7 +9,7 @@ import transformers
 
 from kvcore.config import Config, load_config
 from kvcore.engine.cache import KVCache
-from kvcore.plugins import load_plugins, resolve_plugins
+from kvcore.plugins import load_plugins
 from kvcore_transformers.models.adapters import LlamaAdapter
 
 # As published.
@@ -85,7 +85,7 @@ def test_what_is_planned_is_what_is_allocated(plan, tmp_path, page, layout, head
     config = Config.from_mapping({"cache": cache})
     assert load_config(path).cache == config.cache
     spec = LlamaAdapter().spec(transformers.LlamaConfig(**raw))
-    with KVCache.create(spec, config, load_plugins(resolve_plugins(config))) as made:
+    with KVCache.create(spec, config, load_plugins(config)) as made:
         arenas = sum(arena.tensor().numel() for arena in made.store.arenas().values())
         assert (said["allocated_bytes"], said["token_capacity"]) == (arenas, made.token_capacity)
         made.admit("all of it", said["token_capacity"])

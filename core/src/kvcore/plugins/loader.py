@@ -182,11 +182,12 @@ def resolve_plugins(config: Config) -> tuple[str, ...]:
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load_plugins(names: Iterable[str] = (), *, strict: bool = True) -> Registry:
+def load_plugins(names: Config | Iterable[str] = (), *, strict: bool = True) -> Registry:
     """Import and check plugins: those named, the built-ins, and whatever they require.
 
     Args:
-        names: plugin names; order and repetition do not matter.
+        names: a configuration, for what it needs (:func:`resolve_plugins`), or plugin names; order and repetition do
+            not matter.
         strict: raise the first fault. False records faults in ``Registry.failures``; what healthy plugins registered
             works, and asking for something of a failed one raises with the original cause.
 
@@ -196,6 +197,8 @@ def load_plugins(names: Iterable[str] = (), *, strict: bool = True) -> Registry:
     """
     if isinstance(names, str):
         raise ConfigError("plugins must be a list of names", got=names)
+    if isinstance(names, Config):
+        names = resolve_plugins(names)
     installed = _Installed()
     loaded: dict[str, LoadedPlugin] = {}
     failures: dict[str, PluginError] = {}
@@ -218,7 +221,7 @@ def load_plugins(names: Iterable[str] = (), *, strict: bool = True) -> Registry:
         raise failures[min(failures)]
     _fail_dependents(loaded, failures)
     for failure in failures.values():
-        _log.warning("plugin failed", reason=failure.message, **failure.fields)
+        _log.warning("plugin failed", error=failure.as_dict())
     promised: dict[tuple[str, str], tuple[str, ...]] = {
         (kind, name): tuple(plugin for plugin, _ in providers if plugin)
         for kind in PROVIDED_KINDS
@@ -379,7 +382,11 @@ def _hooks(name: str, entry: metadata.EntryPoint, module: Any) -> dict[str, Call
     for attribute in dir(module):
         options = manager.parse_hookimpl_opts(module, attribute)
         if options is None:
-            if _means_a_hook(attribute, known) and inspect.isroutine(getattr(module, attribute)):
+            meant = getattr(module, attribute, None)
+            if _means_a_hook(attribute, known) and callable(meant):
+                if not inspect.isroutine(meant):  # a class, say: pluggy would never call it, marked or not
+                    remedy = "a hook is a function: def it, and mark it with kvcore.contract.hookimpl"
+                    raise PluginError("named like a hook but no function", **facts, hook=attribute, remedy=remedy)
                 spelt = attribute in known
                 raise PluginError(
                     "function is named like a hook but not marked with @hookimpl" if spelt else "misspelt hook",

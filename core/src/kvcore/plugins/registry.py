@@ -115,7 +115,7 @@ def collect(plugin: LoadedPlugin, kind: Kind) -> dict[str, Any]:
     facts = {"plugin": plugin.name, "distribution": plugin.distribution, "hook": kind.hook}
     try:
         result = hook()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             "hook of a plugin failed", **facts, cause=describe_cause(error), remedy=_remedy_for(error)
         ) from error
@@ -135,7 +135,7 @@ def collect(plugin: LoadedPlugin, kind: Kind) -> dict[str, Any]:
     return items
 
 
-def _remedy_for(error: Exception) -> str:
+def _remedy_for(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return "this needs torch: pip install 'kvcore[torch]'"
     return ""
@@ -308,7 +308,7 @@ class Registry:
             adapter = cast(ModelAdapter, self._new("models", name))
             try:
                 matches = adapter.matches(config)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 plugin = self.plugin_of("models", name)
                 raise PluginError(
                     "model adapter failed", plugin=plugin, adapter=name, cause=describe_cause(error)
@@ -339,7 +339,7 @@ class Registry:
             except PluginError as error:
                 if self._strict:
                     raise
-                _log.warning("plugin failed", **error.fields)
+                _log.warning("plugin failed", error=error.as_dict())
                 self._failures[plugin.name] = error
                 continue
             for name, item in items.items():
@@ -358,7 +358,7 @@ class Registry:
             )
             if self._strict:
                 raise conflict
-            _log.warning("plugins in conflict", **conflict.fields)
+            _log.warning("plugins in conflict", error=conflict.as_dict())
             self._conflicts[kind.name, name] = conflict
         self._items[kind.name] = merged
 
@@ -428,7 +428,7 @@ class Registry:
         plugin, cls = self._entry(kind, name)
         try:
             return cls()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(
                 f"{KINDS[kind].noun} cannot be constructed", plugin=plugin, name=name, cause=describe_cause(error)
             ) from error

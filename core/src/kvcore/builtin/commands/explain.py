@@ -29,7 +29,7 @@ from kvcore.builtin.commands.geometry import (
 from kvcore.builtin.commands.layout import layout
 from kvcore.config import load_config, parse_settings
 from kvcore.contract import Command
-from kvcore.plugins import PluginReport, discover, load_plugins, resolve_plugins
+from kvcore.plugins import PluginReport, discover, load_plugins
 from kvcore.spec import ModelSpec, Shard
 
 
@@ -99,7 +99,7 @@ def explain(
 
 def _choices(settings: Any, model: ModelSpec) -> dict[str, list[dict[str, Any]]]:
     """Build the smallest pools the model needs and ask their kernel tables."""
-    registry = load_plugins(resolve_plugins(settings))
+    registry = load_plugins(settings)
     cache = settings.cache
     fmt = registry.format(cache.format, **cache.format_options)
     layouts = {}

@@ -32,7 +32,7 @@ from kvcore.config import Config, load_config
 from kvcore.errors import ConfigError, LayoutError
 from kvcore.layout import Field, Layout, Region
 from kvcore.layout.moves import Program
-from kvcore.plugins import load_plugins, resolve_plugins
+from kvcore.plugins import load_plugins
 from kvcore.spec import LayerGroup, Shard
 
 _COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
@@ -91,7 +91,7 @@ def parse_format(text: str) -> tuple[str, dict[str, Any]]:
 
 def _build(settings: Config, group: LayerGroup) -> Layout:
     cache = settings.cache
-    kv_format = load_plugins(resolve_plugins(settings)).format(cache.format, **cache.format_options)
+    kv_format = load_plugins(settings).format(cache.format, **cache.format_options)
     kv_format.supports(group).require("format cannot hold this layer group", format=cache.format, group=group.prefix)
     return kv_format.layout(group, page_size=cache.page_size, shard=Shard(), arena=cache.arena)
 

@@ -42,7 +42,7 @@ class Rank(ABC):
         config = load_config(None, {"plugins": list(self.plugins), **self.settings, **setup["config"]})
         self.shard = Shard(setup["tp_rank"], setup["tp_size"], tuple(setup["layers"]))
         ranks = Ranks(setup["engine"], setup["rank"], setup["ranks"])
-        registry = load_plugins(config.plugins)
+        registry = load_plugins(config)
         self.cache = KVCache.create(self.model(), config, registry, shard=self.shard, ranks=ranks)
         for pool in self.cache.store.pools.values():
             for item in pool.layout.ranges:

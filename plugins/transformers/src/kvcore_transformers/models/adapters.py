@@ -10,7 +10,7 @@ import msgspec
 from kvcore.config import Config
 from kvcore.contract import ModelAdapter
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.plugins import load_plugins, resolve_plugins
+from kvcore.plugins import load_plugins
 from kvcore.plugins.registry import Registry
 from kvcore.spec import LayerGroup, ModelSpec, TensorSpec
 from kvcore_transformers import PLUGIN
@@ -190,7 +190,7 @@ def enabled(config: Config) -> Registry:
     """Load the plugins a configuration names or needs, and this one."""
     if PLUGIN.name not in config.plugins:
         config = msgspec.structs.replace(config, plugins=(*config.plugins, PLUGIN.name))
-    return load_plugins(resolve_plugins(config))
+    return load_plugins(config)
 
 
 def adapter_for(registry: Registry, config: Any) -> ModelAdapter:
