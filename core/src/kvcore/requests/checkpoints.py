@@ -32,9 +32,8 @@ def drop(ranges: RangeSet, request: Request, lengths: Iterable[int]) -> None:
             ranges[key].allocator.release(ids)
 
 
-def shorten(part: ManagedRange, table: Int64Array, length: int) -> Int64Array:
-    """Give back the units that hold none of the first ``length`` tokens; returns the rest of the table."""
-    end = part.num_units(length)
+def shorten(part: ManagedRange, table: Int64Array, end: int) -> Int64Array:
+    """Give back the units from logical unit ``end`` on; returns the rest of the table."""
     part.allocator.release(part.real(table[end:]))
     return table[:end].copy()
 
@@ -52,7 +51,7 @@ def roll_back(ranges: RangeSet, request: Request, length: int) -> None:
             part.allocator.release(part.real(table))
             request._tables[key] = kept[key].copy()
         else:
-            request._tables[key] = shorten(part, table, length)
+            request._tables[key] = shorten(part, table, part.num_units(length))
     drop(ranges, request, [other for other in request._checkpoints if other > length])
     request._length = request._reserved = length
     request._spoiled = False

@@ -112,8 +112,8 @@ class Manager(Unique):
     def joint_prefix(self, request_id: str, at_most: int) -> int:
         """Longest prefix of a request, up to ``at_most`` tokens, that :meth:`fork` can share in every range.
 
-        A state serves its exact length only, a window only where all of it is still there. What one range cannot serve
-        no other makes up for: the answer is ``min(at_most, length)`` or 0.
+        A state serves its exact length and those of its checkpoints, a window only where all of it is still there. What
+        one range cannot serve no other makes up for.
         """
         return joint_prefix(self._ranges, self._sound(request_id), at_most)
 
@@ -175,17 +175,18 @@ class Manager(Unique):
         """Admit ``new_id`` with the first ``prefix_tokens`` tokens of a request, sharing its units by count.
 
         No byte moves: a shared unit is copied when one of its owners first writes into it. 0 tokens share nothing.
-        Checkpoints stay with the request they were taken of.
+        A prefix that ends at a checkpoint shares its state too. Checkpoints stay with the request they were taken of.
         RequestError past the request's length or while it is in a step; UnsupportedError where an index space no longer
         holds what the prefix needs.
         """
         request = self._filled(request_id)
         self._requests.check_new(new_id)
-        demand_rewindable(self._ranges, request, prefix_tokens)
+        demand_rewindable(self._ranges, request, prefix_tokens, checkpoints=True)
         self._end_filling(request)
         fork = self._requests.add(new_id)
         for key, part in self._ranges.items():
-            table = request._tables[key][: part.num_units(prefix_tokens)].copy()
+            kept = request._checkpoints.get(prefix_tokens, {})
+            table = kept.get(key, request._tables[key])[: part.num_units(prefix_tokens)].copy()
             fork.wrote(key, request.reach(key))
             table[: part.evict_before(prefix_tokens)] = part.null
             part.allocator.retain(part.real(table))
@@ -243,7 +244,7 @@ class Manager(Unique):
         demand_rewindable(self._ranges, request, length)
         self._end_filling(request)
         for key, part in self._ranges.items():
-            request._tables[key] = checkpoints.shorten(part, request._tables[key], length)
+            request._tables[key] = checkpoints.shorten(part, request._tables[key], part.num_units(length))
         checkpoints.drop(self._ranges, request, [other for other in request._checkpoints if other > length])
         request._length = request._reserved = length
         return request
@@ -354,17 +355,19 @@ class Manager(Unique):
         if len({request.id for request, _ in requests}) < len(requests):
             raise RequestError("a request stands twice in one step", rows=[request.id for request, _ in requests])
         demand_step_fits(self._ranges, requests, speculative=speculative)
+        reserved = [request._reserved for request, _ in requests]
         for request, count in requests:
             self._end_filling(request)
             self._grow(request, request._length + count)
-        return self._steps.open(requests, speculative=speculative)
+        return self._steps.open(requests, reserved, speculative=speculative)
 
     def commit(self, plan: StepPlan, accepted: Sequence[int] | None = None) -> tuple[StepRow, ...]:
         """The step ran: lengths advance by the accepted tokens of each row (all by default).
 
         A row whose request was released meanwhile (also when its id was admitted again) is skipped: aborting during a
-        step is ordinary, the other rows stand. Returns the skipped rows. Units stay held for rejected tokens, and a
-        speculative step leaves each request the state after its last accepted token.
+        step is ordinary, the other rows stand. Returns the skipped rows. Units that only rejected tokens were written to come
+        back, unless they were reserved before the step, and a speculative step leaves each request the state after its last
+        accepted token.
 
         Raises StaleHandleError for a plan that is not open (committed, abandoned, or another manager's), RequestError
         for ``accepted`` that does not match the rows, UnsupportedError where an index space cannot go back over rejected

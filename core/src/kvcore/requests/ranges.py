@@ -198,6 +198,16 @@ class ManagedRange:
         least = most if self.per_request is None else self.num_units(length)
         return least <= len(table) <= most and self.holds_live(table, length)
 
+    def held_units(self, length: int, reserved: int) -> int:
+        """Exclusive end of the logical units that a request of ``length`` tokens keeps for ``reserved`` ones.
+
+        A bounded space holds no more at once than it ever needs.
+        """
+        end = self.num_units(reserved)
+        if self.per_request is None:
+            return end
+        return max(self.num_units(length), min(end, self.evict_before(length) + self.per_request))
+
     def arriving(self, length: int) -> tuple[int, int]:
         """Logical units ``[lo, hi)`` that a transfer or restore of ``length`` tokens fills."""
         lo, hi = self.space.final_units(self.spec, 0, length, last=True)

@@ -53,16 +53,27 @@ def _demand_one_unit(part: ManagedRange, spans: Sequence[tuple[Request, int, int
             )
 
 
-def demand_rewindable(ranges: RangeSet, request: Request, length: int) -> None:
-    """Raise unless the first ``length`` tokens of a request can be had back in every range."""
+def demand_rewindable(ranges: RangeSet, request: Request, length: int, *, checkpoints: bool = False) -> None:
+    """Raise unless the first ``length`` tokens of a request can be had back in every range.
+
+    Args:
+        checkpoints: the state of a checkpoint will do.
+    """
     if not 0 <= length <= request._length:
         raise RequestError(
             "not a prefix of the request", request=request.id, prefix_tokens=length, length=request._length
         )
     for part in ranges.values():
+        if checkpoints and _kept(part, request, length):
+            continue
         if not _serves(part, request, length):
             raise _not_at(part, request.id, request._length, length)
-    demand_live(ranges, request, length)
+        _demand_live(part, request, length)
+
+
+def _kept(part: ManagedRange, request: Request, length: int) -> bool:
+    """Whether a checkpoint has the state of this length."""
+    return part.exact and length in request._checkpoints
 
 
 def demand_rollback(ranges: RangeSet, request: Request, length: int) -> None:
@@ -122,21 +133,34 @@ def _not_at(part: ManagedRange, request_id: str, length: int, to: int) -> Unsupp
 
 def demand_live(ranges: RangeSet, request: Request, length: int) -> None:
     """Raise UnsupportedError where a unit that ``length`` tokens need is gone."""
-    for key, part in ranges.items():
-        if not part.holds_live(request._tables[key], length):
-            raise UnsupportedError(
-                "units that these tokens need are dropped already",
-                request=request.id,
-                length=length,
-                group=part.budget.group,
-                range=part.budget.range,
-            )
+    for part in ranges.values():
+        _demand_live(part, request, length)
+
+
+def _demand_live(part: ManagedRange, request: Request, length: int) -> None:
+    if not part.holds_live(request._tables[part.key], length):
+        raise UnsupportedError(
+            "units that these tokens need are dropped already",
+            request=request.id,
+            length=length,
+            group=part.budget.group,
+            range=part.budget.range,
+        )
 
 
 def joint_prefix(ranges: RangeSet, request: Request, at_most: int) -> int:
-    """Longest prefix of up to ``at_most`` tokens that every range can serve: ``min(at_most, length)`` or 0."""
-    length = max(0, min(at_most, request._length))
-    usable = all(
-        _serves(part, request, length) and part.holds_live(request._tables[key], length) for key, part in ranges.items()
+    """Longest prefix of up to ``at_most`` tokens that every range can serve, 0 where there is none.
+
+    Where the model has a state that is the length itself or one of the checkpoints; else ``min(at_most, length)`` or 0.
+    """
+    longest = max(0, min(at_most, request._length))
+    lengths = [longest, *(at for at in reversed(request.checkpoints) if at < longest)]
+    return next((length for length in lengths if _shareable(ranges, request, length)), 0)
+
+
+def _shareable(ranges: RangeSet, request: Request, length: int) -> bool:
+    return all(
+        _kept(part, request, length)
+        or (_serves(part, request, length) and part.holds_live(request._tables[key], length))
+        for key, part in ranges.items()
     )
-    return length if usable else 0

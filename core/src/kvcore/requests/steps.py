@@ -16,6 +16,7 @@ import numpy as np
 
 from kvcore.errors import StaleHandleError
 from kvcore.layout import Int64Array
+from kvcore.requests.checkpoints import shorten
 from kvcore.requests.ranges import ManagedRange, RangeSet, join
 from kvcore.requests.stepplan import RangePlan, StepPlan, StepRow
 from kvcore.requests.table import RangeKey, Request, RequestTable
@@ -51,6 +52,7 @@ class OpenStep:
         copies: units that were replaced, whose reference the step still keeps.
         trails: units of a speculative step that are nobody's yet.
         held: units the step writes, quarantined, by range.
+        reserved: tokens that each row's request held units for before the step.
         speculative: whether the step keeps the state after every token.
     """
 
@@ -58,6 +60,7 @@ class OpenStep:
     copies: tuple[_Copy, ...]
     trails: tuple[_Trail, ...]
     held: Mapping[RangeKey, Int64Array]
+    reserved: tuple[int, ...]
     speculative: bool
 
     def references(self, key: RangeKey) -> Int64Array:
@@ -86,8 +89,13 @@ class StepBook:
         step = self._open.get(plan.step)
         return step is not None and step.speculative
 
-    def open(self, rows: Sequence[tuple[Request, int]], *, speculative: bool = False) -> StepPlan:
-        """Plan a step over requests that already hold every unit it needs, apart from those for copies and trails."""
+    def open(
+        self, rows: Sequence[tuple[Request, int]], reserved: Sequence[int], *, speculative: bool = False
+    ) -> StepPlan:
+        """Plan a step over requests that already hold every unit it needs, apart from those for copies and trails.
+
+        ``reserved``: tokens that each request held units for before that.
+        """
         self._last += 1
         step_rows = tuple(StepRow(request.id, request.generation, request.length, count) for request, count in rows)
         copies: list[_Copy] = []
@@ -119,7 +127,7 @@ class StepBook:
             )
         for request, _ in rows:
             request._open_step = self._last
-        self._open[self._last] = OpenStep(step_rows, tuple(copies), tuple(trails), held, speculative)
+        self._open[self._last] = OpenStep(step_rows, tuple(copies), tuple(trails), held, tuple(reserved), speculative)
         return StepPlan(step=self._last, rows=step_rows, ranges=tuple(plans))
 
     def _copy(
@@ -164,9 +172,9 @@ class StepBook:
             self._end_copy(copy, live[copy.row] if undone else None)
         for trail in step.trails:
             self._end_trail(trail, live[trail.row], accepted[trail.row])
-        for row, request, count in zip(step.rows, live, accepted, strict=True):
+        for row, request, count, reserved in zip(step.rows, live, accepted, step.reserved, strict=True):
             if request is not None:
-                self._advance(request, row, count)
+                self._advance(request, row, count, reserved)
         self._settle(step)
         return tuple(row for row, request in zip(step.rows, live, strict=True) if request is None)
 
@@ -214,15 +222,19 @@ class StepBook:
             )
         return self._open.pop(plan.step)
 
-    def _advance(self, request: Request, row: StepRow, accepted: int) -> None:
+    def _advance(self, request: Request, row: StepRow, accepted: int, reserved: int) -> None:
         length = row.start + accepted
+        rejected = accepted < row.count
+        if rejected:
+            request._reserved = max(length, reserved)
         for key, part in self._ranges.items():
             table = request._tables[key]
             lo, hi = part.writes(row.start, row.stop)
             end = min(max(lo, part.num_units(length)), hi)
             part.mark(table[lo:end], unwritten=False)  # units of rejected tokens alone stay fresh
-            if accepted < row.count:
+            if rejected:
                 request.wrote(key, row.stop)
+                table = request._tables[key] = shorten(part, table, part.held_units(length, request._reserved))
             dead = table[: part.evict_before(length)]
             if len(dead):
                 part.allocator.release(part.real(dead))
