@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import bench_kernels, bench_moves, bench_mxfp8, bench_retraction, bench_transfer
+from benchmarks import bench_kernels, bench_manager, bench_moves, bench_mxfp8, bench_retraction, bench_transfer
 from benchmarks.timing import Figure
 
-BENCHES = (bench_moves, bench_transfer, bench_retraction, bench_kernels, bench_mxfp8)
+BENCHES = (bench_manager, bench_moves, bench_transfer, bench_retraction, bench_kernels, bench_mxfp8)
 
 
 def main() -> None:

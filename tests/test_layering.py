@@ -24,7 +24,7 @@ ORDER = """
     contract.transports contract.commands contract
     plugins.hookspecs plugins.registry plugins.loader plugins plugins.dispatch
     requests requests.allocator requests.spaces requests.stepplan requests.table requests.ranges requests.counts
-    requests.payload requests.unit_lists requests.holds requests.checkpoints requests.rules requests.steps
+    requests.payload requests.unit_lists requests.holds requests.checkpoints requests.rules requests.decode requests.steps
     requests.integrity requests.manager
     memory memory.tensors memory.uploads memory.constants memory.states memory.pool memory.batch memory.opchecks
     memory.groups memory.paged_attention memory.store

@@ -125,6 +125,10 @@ class UnitAllocator:
         """References to each unit, ``int64 [N]``. IntegrityError for ids outside the range."""
         return self._refs[self._local(ids, null=True)].astype(np.int64)
 
+    def shared(self, ids: Ids) -> bool:
+        """Whether any of the units has more than one reference."""
+        return bool((self._refs[self._local(ids, null=True)] > 1).any())
+
     def is_allocated(self, unit: int) -> bool:
         """Whether anyone holds a reference to the unit."""
         return self.refcount(unit) > 0
@@ -171,10 +175,11 @@ class UnitAllocator:
     def _ids(self, local: Int64Array) -> Int64Array:
         return np.add(local, self._first, dtype=np.int64)
 
-    def _count(self, ids: Ids) -> tuple[Int64Array, npt.NDArray[np.int32]]:
-        local = self._local(ids)
-        if len(local) < 2 or bool((local[1:] > local[:-1]).all()):  # ascending: nothing twice, nothing to sort
-            return local, np.ones(len(local), np.int32)
+    def _count(self, ids: Ids) -> tuple[Int64Array, npt.NDArray[np.int32] | int]:
+        """Each unit once, ascending, and how often it stands in ``ids``."""
+        local = np.sort(self._local(ids))
+        if len(local) < 2 or bool((local[1:] > local[:-1]).all()):
+            return local, 1
         unique, counts = np.unique(local, return_counts=True)
         return unique, counts.astype(np.int32)
 

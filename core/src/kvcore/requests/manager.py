@@ -33,8 +33,8 @@ from kvcore.requests.rules import (
     joint_prefix,
 )
 from kvcore.requests.stepplan import StepPlan, StepRow
-from kvcore.requests.steps import StepBook
-from kvcore.requests.table import RangeKey, Request, RequestTable
+from kvcore.requests.steps import StepBook, step_rows
+from kvcore.requests.table import RangeKey, Request, RequestTable, demand_filled
 from kvcore.requests.unit_lists import arriving_units, final_payloads
 
 __all__ = ["Hold", "Manager", "ManagerStats", "RangeBudget", "RangeStats", "Request"]
@@ -100,7 +100,7 @@ class Manager(Unique):
         Args:
             total: length at the end of the chunks, where it is known: units that are dead by then are left out.
         """
-        return final_payloads(self._ranges, self._sound(request_id), start, stop, last=last, total=total)
+        return final_payloads(self._ranges, self._requests.sound(request_id), start, stop, last=last, total=total)
 
     def destinations(self, request_id: str, length: int) -> dict[RangeKey, Int64Array]:
         """Where a transfer of ``length`` tokens lands: unit ids by logical unit, −1 where nothing arrives.
@@ -115,7 +115,7 @@ class Manager(Unique):
         A state serves its exact length and those of its checkpoints, a window only where all of it is still there. What
         one range cannot serve no other makes up for.
         """
-        return joint_prefix(self._ranges, self._sound(request_id), at_most)
+        return joint_prefix(self._ranges, self._requests.sound(request_id), at_most)
 
     def stats(self) -> ManagerStats:
         """Count units and requests."""
@@ -179,7 +179,7 @@ class Manager(Unique):
         RequestError past the request's length or while it is in a step; UnsupportedError where an index space no longer
         holds what the prefix needs.
         """
-        request = self._filled(request_id)
+        request = self._requests.filled(request_id)
         self._requests.check_new(new_id)
         demand_rewindable(self._ranges, request, prefix_tokens, checkpoints=True)
         self._end_filling(request)
@@ -201,7 +201,7 @@ class Manager(Unique):
 
         CapacityError when they are short now, PromptTooLongError where an empty cache could not hold them.
         """
-        request = self._idle(request_id)
+        request = self._requests.idle(request_id)
         if num_new < 0:
             raise RequestError("cannot reserve a negative number of tokens", request=request_id, num_new=num_new)
         stop = request._length + num_new
@@ -217,7 +217,7 @@ class Manager(Unique):
         May be called again with more tokens; the first step, fork or truncation ends the filling. RequestError for
         other requests, for fewer tokens than before, or past ``reserved``.
         """
-        request = self._idle(request_id)
+        request = self._requests.idle(request_id)
         if not request._external:
             raise RequestError(
                 "only a request admitted as external is filled from outside", request=request_id, state=request.state
@@ -240,7 +240,7 @@ class Manager(Unique):
         The unit that ``length`` falls into stays, also where it is shared. RequestError past the length or in a step;
         UnsupportedError where an index space cannot go back.
         """
-        request = self._filled(request_id)
+        request = self._requests.filled(request_id)
         demand_rewindable(self._ranges, request, length)
         self._end_filling(request)
         for key, part in self._ranges.items():
@@ -259,7 +259,7 @@ class Manager(Unique):
         when the request is taken back below it. A second one at one length, one of no tokens, and one of a model
         without a state change nothing. RequestError while the request is in a step, being filled or spoiled.
         """
-        request = self._filled(request_id)
+        request = self._requests.filled(request_id)
         self._end_filling(request)
         checkpoints.keep(self._ranges, request)
 
@@ -278,7 +278,7 @@ class Manager(Unique):
         RequestError for more tokens than there are, or in a step; UnsupportedError, with the lengths of the checkpoints,
         where a range cannot go back.
         """
-        request = self._settled(request_id)
+        request = self._requests.settled(request_id)
         length = request._length - num_tokens
         if not 0 <= length <= request._length:
             raise RequestError(
@@ -289,7 +289,7 @@ class Manager(Unique):
             )
         if num_tokens == 0 and not request._spoiled:
             return request
-        self._demand_filled(request)
+        demand_filled(request)
         demand_rollback(self._ranges, request, length)
         self._end_filling(request)
         checkpoints.roll_back(self._ranges, request, length)
@@ -310,7 +310,7 @@ class Manager(Unique):
     def demand_quiet(self, request_id: str) -> None:
         """Raise RequestError where an open step rewrites a state of the request: a copy of it would be of no length."""
         if any(part.exact for part in self._ranges.values()):
-            self._settled(request_id)
+            self._requests.settled(request_id)
 
     def hold(self, request_id: str, *, live_at: int = 0) -> Hold:
         """Quarantine all units a request owns now, for an asynchronous copy, until :meth:`Hold.release`.
@@ -346,14 +346,11 @@ class Manager(Unique):
         Raises RequestError for a row without new tokens, twice in the plan, in another open step or being filled;
         UnknownRequestError; PromptTooLongError; CapacityError with ``needed`` and ``free`` of the first short range.
         """
-        requests: list[tuple[Request, int]] = []
-        for request_id, count in rows:
-            request = self._filled(request_id)
-            if count < 1:
-                raise RequestError("a row of a step has at least one new token", request=request_id, count=count)
-            requests.append((request, count))
-        if len({request.id for request, _ in requests}) < len(requests):
-            raise RequestError("a request stands twice in one step", rows=[request.id for request, _ in requests])
+        requests, decode = step_rows(self._requests, rows)
+        if decode and not speculative:
+            plan = self._steps.open_decode([request for request, _ in requests])
+            if plan is not None:
+                return plan
         demand_step_fits(self._ranges, requests, speculative=speculative)
         reserved = [request._reserved for request, _ in requests]
         for request, count in requests:
@@ -373,7 +370,10 @@ class Manager(Unique):
         for ``accepted`` that does not match the rows, UnsupportedError where an index space cannot go back over rejected
         tokens; nothing is changed then.
         """
-        counts = [row.count for row in plan.rows] if accepted is None else list(accepted)
+        counts = [row.count for row in plan.rows]
+        if accepted is None:
+            return self._steps.commit(plan, counts)
+        counts = list(accepted)
         if len(counts) != len(plan.rows) or any(
             not 0 <= n <= row.count for n, row in zip(counts, plan.rows, strict=True)
         ):
@@ -409,47 +409,7 @@ class Manager(Unique):
         """Raise IntegrityError unless every unit is free, quarantined, or referenced as often as it is named."""
         check_units(self._ranges, self._requests, self._steps, self._holds)
 
-    # --- rules that several calls share ------------------------------------------------------------------------------
-
-    def _sound(self, request_id: str) -> Request:
-        request = self._requests.get(request_id)
-        if request._spoiled:
-            raise RequestError(
-                "an abandoned step has overwritten the state of the request",
-                request=request_id,
-                length=request._length,
-                checkpoints=list(request.checkpoints),
-                remedy="roll it back to a checkpoint, or release it and compute its tokens again",
-            )
-        return request
-
-    def _idle(self, request_id: str) -> Request:
-        self._sound(request_id)
-        return self._settled(request_id)
-
-    def _settled(self, request_id: str) -> Request:
-        request = self._requests.get(request_id)
-        if request._open_step is not None:
-            raise RequestError(
-                "request is in an open step",
-                request=request_id,
-                step=request._open_step,
-                remedy="commit or abandon that step first",
-            )
-        return request
-
-    def _filled(self, request_id: str) -> Request:
-        request = self._idle(request_id)
-        self._demand_filled(request)
-        return request
-
-    def _demand_filled(self, request: Request) -> None:
-        if request._external and not request._length:
-            raise RequestError(
-                "request is still being filled",
-                request=request.id,
-                remedy="call set_length when the transfer or restore is done",
-            )
+    # --- what several calls share --------------------------------------------------------------------------------------
 
     def _grow(self, request: Request, stop: int) -> None:
         for key, part in self._ranges.items():

@@ -93,7 +93,7 @@ class ManagedRange:
             name=f"{budget.group}/{budget.range}",
         )
         self._unwritten = np.zeros(budget.num_units, bool)
-        self.writes = lru_cache(maxsize=4096)(self._writes)
+        self.writes = lru_cache(maxsize=4096)(self.writes_of)
         """``writes(start, stop)``: logical units ``[lo, hi)`` that storing the tokens ``[start, stop)`` writes.
 
         Remembered, because the checks, the plan and the commit of a step ask the same of each row.
@@ -139,7 +139,8 @@ class ManagedRange:
         """Units that ``tokens`` more tokens of requests admitted already may need; 0 where length does not matter."""
         return self.num_units(tokens) if self.spec.tokens_per_unit else 0
 
-    def _writes(self, start: int, stop: int) -> tuple[int, int]:
+    def writes_of(self, start: int, stop: int) -> tuple[int, int]:
+        """:attr:`writes`, asked of the space."""
         # The partial unit at `start` is what would be final were `start` the end, so a space need not tell twice.
         partial, _ = self.space.final_units(self.spec, start, start, last=True)
         return max(partial, self.first_live(start)), self.num_units(stop)
@@ -179,6 +180,13 @@ class ManagedRange:
         owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         index = join([np.arange(lo, lo + len(part)) for (lo, _), part in zip(spans, parts, strict=True)])
         return list(zip(owner[shared].tolist(), index[shared].tolist(), strict=True))
+
+    def evict(self, table: Int64Array, end: int) -> None:
+        """Give back the units of a table below logical unit ``end``; its entries then name the null unit."""
+        dead = table[:end]
+        if len(dead):
+            self.allocator.release(self.real(dead))
+            dead[:] = self.null
 
     def missing(self, table: Int64Array, length: int) -> int:
         """Units that a table lacks to hold ``length`` tokens."""

@@ -7,19 +7,41 @@ it writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
 
-from kvcore.errors import StaleHandleError
+from kvcore.errors import RequestError, StaleHandleError
 from kvcore.layout import Int64Array
 from kvcore.requests.checkpoints import shorten
+from kvcore.requests.decode import DecodeSteps, Plain
 from kvcore.requests.ranges import ManagedRange, RangeSet, join
 from kvcore.requests.stepplan import RangePlan, StepPlan, StepRow
 from kvcore.requests.table import RangeKey, Request, RequestTable
+
+_MANY_ROWS = 16
+"""Rows from which on a decode step is planned over arrays: with fewer the arrays cost more than the rows."""
+
+
+def step_rows(table: RequestTable, rows: Sequence[tuple[str, int]]) -> tuple[list[tuple[Request, int]], bool]:
+    """The requests of a step, each fit for it (RequestError); and whether it is worth planning over arrays."""
+    live, decode = table.live, len(rows) >= _MANY_ROWS
+    requests: list[tuple[Request, int]] = []
+    for request_id, count in rows:
+        request = live.get(request_id)
+        if request is None or request._open_step is not None or request._spoiled or request._external:
+            request, decode = table.filled(request_id), False
+        if count != 1:
+            decode = False
+            if count < 1:
+                raise RequestError("a row of a step has at least one new token", request=request_id, count=count)
+        requests.append((request, count))
+    if len({request_id for request_id, _ in rows}) < len(requests):
+        raise RequestError("a request stands twice in one step", rows=[request.id for request, _ in requests])
+    return requests, decode
 
 
 @dataclass(frozen=True)
@@ -54,14 +76,16 @@ class OpenStep:
         held: units the step writes, quarantined, by range.
         reserved: tokens that each row's request held units for before the step.
         speculative: whether the step keeps the state after every token.
+        plain: of a step whose rows have one new token each, which goes into units of their own.
     """
 
     rows: tuple[StepRow, ...]
     copies: tuple[_Copy, ...]
     trails: tuple[_Trail, ...]
-    held: Mapping[RangeKey, Int64Array]
+    held: dict[RangeKey, Int64Array]
     reserved: tuple[int, ...]
     speculative: bool
+    plain: Plain | None = None
 
     def references(self, key: RangeKey) -> Int64Array:
         """Units of one range whose reference the step keeps."""
@@ -75,6 +99,7 @@ class StepBook:
     def __init__(self, ranges: RangeSet, requests: RequestTable) -> None:
         self._ranges = ranges
         self._requests = requests
+        self._decode = DecodeSteps(ranges)
         self._open: dict[int, OpenStep] = {}
         self._last = 0
 
@@ -89,6 +114,24 @@ class StepBook:
         step = self._open.get(plan.step)
         return step is not None and step.speculative
 
+    def open_decode(self, requests: list[Request]) -> StepPlan | None:
+        """Plan a step of one new token a row, the units that it lacks included; None, with nothing changed, where it is
+        not plain: see :meth:`kvcore.requests.decode.DecodeSteps.plan`."""
+        reserved = tuple([request._reserved for request in requests])
+        planned = self._decode.plan(requests)
+        if planned is None:
+            return None
+        parts, held, plain = planned
+        rows = tuple([StepRow(request.id, request.generation, request._length, 1) for request in requests])
+        return self._opened(OpenStep(rows, (), (), held, reserved, False, plain), requests, parts)
+
+    def _opened(self, step: OpenStep, requests: Sequence[Request], parts: Sequence[RangePlan]) -> StepPlan:
+        self._last += 1
+        for request in requests:
+            request._open_step = self._last
+        self._open[self._last] = step
+        return StepPlan(step=self._last, rows=step.rows, ranges=tuple(parts))
+
     def open(
         self, rows: Sequence[tuple[Request, int]], reserved: Sequence[int], *, speculative: bool = False
     ) -> StepPlan:
@@ -96,7 +139,6 @@ class StepBook:
 
         ``reserved``: tokens that each request held units for before that.
         """
-        self._last += 1
         step_rows = tuple(StepRow(request.id, request.generation, request.length, count) for request, count in rows)
         copies: list[_Copy] = []
         trails: list[_Trail] = []
@@ -125,10 +167,8 @@ class StepBook:
                     trail=join(trail),
                 )
             )
-        for request, _ in rows:
-            request._open_step = self._last
-        self._open[self._last] = OpenStep(step_rows, tuple(copies), tuple(trails), held, tuple(reserved), speculative)
-        return StepPlan(step=self._last, rows=step_rows, ranges=tuple(plans))
+        step = OpenStep(step_rows, tuple(copies), tuple(trails), held, tuple(reserved), speculative)
+        return self._opened(step, [request for request, _ in rows], plans)
 
     def _copy(
         self, part: ManagedRange, tables: Sequence[Int64Array], rows: Sequence[StepRow], speculative: bool
@@ -165,6 +205,10 @@ class StepBook:
     def commit(self, plan: StepPlan, accepted: Sequence[int]) -> tuple[StepRow, ...]:
         """Advance the rows that are still live; returns the others."""
         step = self._close(plan)
+        if step.plain is not None and all(accepted) and not any(r._released for r in step.plain.requests):
+            self._decode.advance(step.plain, step.held)
+            self._settle(step)
+            return ()
         live = [self._requests.find(row.request, row.generation) for row in step.rows]
         for copy in step.copies:
             # What a speculative step wrote of a row of which nothing is accepted is undone: its state was only copied.
@@ -235,10 +279,7 @@ class StepBook:
             if rejected:
                 request.wrote(key, row.stop)
                 table = request._tables[key] = shorten(part, table, part.held_units(length, request._reserved))
-            dead = table[: part.evict_before(length)]
-            if len(dead):
-                part.allocator.release(part.real(dead))
-                dead[:] = part.null
+            part.evict(table, part.evict_before(length))
         request._length = length
         request._open_step = None
 

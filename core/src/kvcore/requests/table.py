@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 import numpy as np
 
-from kvcore.errors import CapacityError, DuplicateRequestError, StaleHandleError, UnknownRequestError, nearest
+from kvcore.errors import (
+    CapacityError,
+    DuplicateRequestError,
+    RequestError,
+    StaleHandleError,
+    UnknownRequestError,
+    nearest,
+)
 from kvcore.layout import Int64Array
 
 RangeKey = tuple[str, str]
@@ -119,6 +126,11 @@ class RequestTable:
         """Whether ``max_requests`` are live."""
         return self.max_requests is not None and len(self._live) >= self.max_requests
 
+    @property
+    def live(self) -> Mapping[str, Request]:
+        """By id."""
+        return self._live
+
     def check_new(self, request_id: str) -> None:
         """Raise what :meth:`add` would raise for this id, so that nothing need be undone."""
         if request_id in self._live:
@@ -165,6 +177,44 @@ class RequestTable:
         request = self._live.get(request_id)
         return request if request is not None and request.generation == generation else None
 
+    # --- fit for a call ---
+
+    def sound(self, request_id: str) -> Request:
+        """The request; RequestError where its state is lost."""
+        request = self.get(request_id)
+        if request._spoiled:
+            raise RequestError(
+                "an abandoned step has overwritten the state of the request",
+                request=request_id,
+                length=request._length,
+                checkpoints=list(request.checkpoints),
+                remedy="roll it back to a checkpoint, or release it and compute its tokens again",
+            )
+        return request
+
+    def settled(self, request_id: str) -> Request:
+        """The request; RequestError while it is in a step."""
+        request = self.get(request_id)
+        if request._open_step is not None:
+            raise RequestError(
+                "request is in an open step",
+                request=request_id,
+                step=request._open_step,
+                remedy="commit or abandon that step first",
+            )
+        return request
+
+    def idle(self, request_id: str) -> Request:
+        """:meth:`sound` and :meth:`settled`."""
+        self.sound(request_id)
+        return self.settled(request_id)
+
+    def filled(self, request_id: str) -> Request:
+        """:meth:`idle`, and nothing of it is still on its way."""
+        request = self.idle(request_id)
+        demand_filled(request)
+        return request
+
     def remove(self, request: Request) -> dict[RangeKey, Int64Array]:
         """Forget a request; returns the units it held, once for each reference: its tables and its checkpoints."""
         del self._live[request.id]
@@ -176,6 +226,16 @@ class RequestTable:
         request._released = True
         request._open_step = None
         return tables
+
+
+def demand_filled(request: Request) -> None:
+    """Raise RequestError while a transfer or restore fills the request."""
+    if request._external and not request._length:
+        raise RequestError(
+            "request is still being filled",
+            request=request.id,
+            remedy="call set_length when the transfer or restore is done",
+        )
 
 
 def _closest(request_id: str, live: Collection[str]) -> str:
