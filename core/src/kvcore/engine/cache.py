@@ -27,8 +27,9 @@ from kvcore.engine.assembly import Parts, assemble
 from kvcore.engine.peers import ReceiveSide, SendSide
 from kvcore.engine.poison import poisoning
 from kvcore.engine.step import Step
+from kvcore.engine.step_rules import demand_length, demand_no_step, demand_size
 from kvcore.engine.turns import Turns, in_turn, while_open
-from kvcore.errors import CapacityError, ConfigError, PromptTooLongError, RequestError, StepTooLargeError, nearest
+from kvcore.errors import CapacityError, ConfigError, PromptTooLongError, RequestError, nearest
 from kvcore.layout import Int64Array
 from kvcore.plugins import Registry
 from kvcore.plugins.dispatch import KernelChoice
@@ -295,13 +296,13 @@ class KVCache(Unique):
                 any number of them. Takes a state slot a token until then. A model without a state needs none of it.
                 UnsupportedError where a state component declares no checkpoints.
         """
-        self._refuse_second_step()
-        self._refuse_size(rows)
+        demand_no_step(self.open_step)
+        demand_size(rows, self.config.cache)
         if speculative:
             self._holders.demand_checkpoints()
         for side in self._sides:
             side.refuse_steps(request_id for request_id, _ in rows)
-        self._refuse_past_the_end(rows)
+        demand_length(rows, self.manager, self.model.max_length)
         plan = self._retractor.with_room(lambda: self.manager.plan_step(rows, speculative=speculative))
         try:
             self.store.begin(plan)
@@ -315,43 +316,6 @@ class KVCache(Unique):
     def open_step(self) -> Step | None:
         """The step that is neither committed nor abandoned."""
         return self._step if self._step is not None and self._step.is_open else None
-
-    def _refuse_second_step(self) -> None:
-        if self.open_step is not None:
-            plan = self.open_step.plan
-            raise RequestError(
-                "a step is open, and a cache has one at a time",
-                step=plan.step,
-                rows=[row.request for row in plan.rows],
-                remedy="commit or abandon it first (KVCache.open_step); put requests that run together into one step",
-            )
-
-    def _refuse_size(self, rows: Sequence[tuple[str, int]]) -> None:
-        sizes = {"max_rows": len(rows), "max_tokens": sum(count for _, count in rows)}
-        for key, size in sizes.items():
-            limit = getattr(self.config.cache, key)
-            if size > limit:
-                raise StepTooLargeError(
-                    "the step is larger than any step of this cache",
-                    key=f"cache.{key}",
-                    expected=f"at most {limit}",
-                    got=size,
-                    rows=len(rows),
-                    remedy="split it into several steps, or create the cache with a larger limit",
-                )
-
-    def _refuse_past_the_end(self, rows: Sequence[tuple[str, int]]) -> None:
-        longest = self.model.max_length
-        for request_id, count in rows if longest else ():
-            length = self.manager.get(request_id).length
-            if count > 0 and length >= longest:
-                raise RequestError(
-                    "the request is as long as the model accepts",
-                    request=request_id,
-                    length=length,
-                    max_length=longest,
-                    remedy="end it; a step may reach beyond that length, by its drafts, but not begin there",
-                )
 
     # --- retraction ---
 
