@@ -30,65 +30,51 @@ def targets() -> ModuleType:
 @pytest.mark.parametrize("chip", ["sm_90", "sm_100"])
 def test_store_uses_the_conversion_of_the_chip(targets: ModuleType, chip: str) -> None:
     """Rounding to nearest even and saturating; a flush of subnormals would change elements under the floor rule."""
-    found = targets.store(chip, targets.of())
-    assert found.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") == 16  # 32 elements a thread
-    assert found.count(r"\.ftz") == 0
-    assert found.count(r"st\.global\.v4") > 0, "bytes of a thread are stored together"
-    assert (found.registers <= 64, found.spilled) == (True, 0)
+    targets.store(chip, targets.of()).check(
+        exactly={r"cvt\.rn\.satfinite\.e4m3x2\.f32": 16},  # 32 elements a thread
+        uses=[r"st\.global\.v4"],  # bytes of a thread are stored together
+        avoids=[r"\.ftz"],
+        registers=64,
+    )
 
 
 @pytest.mark.parametrize("scales", ["flat", "interleaved"])
 def test_load_reads_and_writes_words(targets: ModuleType, scales: str) -> None:
-    found = targets.load("sm_90", targets.of(scales=scales))
-    assert found.count(r"ld\.global\.v4\.b32") > 0
-    assert found.count(r"cvt\.rn\.f16x2\.e4m3x2") > 0
-    assert found.count(r"\.ftz") == 0
-    assert (found.registers <= 64, found.spilled) == (True, 0)
+    uses = [r"ld\.global\.v4\.b32", r"cvt\.rn\.f16x2\.e4m3x2"]
+    targets.load("sm_90", targets.of(scales=scales)).check(uses=uses, avoids=[r"\.ftz"], registers=64)
 
 
 def test_gfx942_and_sm_80_convert_by_value(targets: ModuleType) -> None:
     """The e4m3 of gfx942 is another one (fnuz), sm_80 has none: neither may use a conversion of its own."""
     for chip, pattern in (("gfx942", r"v_cvt_\w*(fp8|bf8)"), ("sm_80", r"e4m3x2")):
         for found in (targets.store(chip, targets.of()), targets.load(chip, targets.of())):
-            assert found.count(pattern) == 0
-            assert found.spilled == 0
+            found.check(avoids=[pattern])
 
 
 def test_decode_on_sm_90(targets: ModuleType) -> None:
     """Eight programs of it fit a processor's registers to hide the latency of memory: 168 for three blocks of 4 warps."""
-    found = targets.decode("sm_90", targets.of())
-    assert found.count(r"mma\.sync\S*bf16") > 0
-    assert found.count(r"cvt\.rn\.f16x2\.e4m3x2") > 0
-    assert (found.registers <= 168, found.spilled) == (True, 0)
-    assert found.shared <= 48 * 1024
-    assert targets.merge("sm_90", targets.of()).spilled == 0
+    uses = [r"mma\.sync\S*bf16", r"cvt\.rn\.f16x2\.e4m3x2"]
+    targets.decode("sm_90", targets.of()).check(uses=uses, registers=168, shared=48 * 1024)
+    targets.merge("sm_90", targets.of()).check()
 
 
 @pytest.mark.slow  # seconds of compiling, as all below that are
 def test_prefill_on_sm_90_uses_its_matrix_units(targets: ModuleType) -> None:
-    found = targets.prefill("sm_90", targets.of())
-    assert found.count(r"wgmma\.mma_async\S*bf16") > 0
-    assert found.spilled == 0
+    targets.prefill("sm_90", targets.of()).check(uses=[r"wgmma\.mma_async\S*bf16"])
 
 
 def test_prefill_on_sm_100_multiplies_blocks_with_their_scales(targets: ModuleType) -> None:
-    found = targets.prefill("sm_100", targets.of())
-    assert found.count(r"tcgen05\.mma\S*mxf8f6f4\S*block_scale") > 0
-    assert found.spilled == 0
+    targets.prefill("sm_100", targets.of()).check(uses=[r"tcgen05\.mma\S*mxf8f6f4\S*block_scale"])
 
 
 @pytest.mark.slow
 def test_prefill_on_sm_120_multiplies_blocks_with_their_scales(targets: ModuleType) -> None:
-    found = targets.prefill("sm_120", targets.of())
-    assert found.count(r"mma\.sync\S*mxf8f6f4\.block_scale") > 0
-    assert found.spilled == 0
+    targets.prefill("sm_120", targets.of()).check(uses=[r"mma\.sync\S*mxf8f6f4\.block_scale"])
 
 
 @pytest.mark.parametrize("e5m2", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_prefill_on_gfx950_multiplies_blocks_with_their_scales(targets: ModuleType, e5m2: bool) -> None:
-    found = targets.prefill("gfx950", targets.of(e5m2=e5m2))
-    assert found.count(r"v_mfma_scale_f32\w*f8f6f4") > 0
-    assert found.spilled == 0
+    targets.prefill("gfx950", targets.of(e5m2=e5m2)).check(uses=[r"v_mfma_scale_f32\w*f8f6f4"])
 
 
 @pytest.mark.slow
@@ -100,13 +86,12 @@ def test_every_kernel_compiles_for_every_chip(targets: ModuleType, chip: str, di
     prefill may spill on NVIDIA's chips; without them, above, none do."""
     g = targets.of(dim, e5m2=True, scales="interleaved")
     for found in (targets.store(chip, g), targets.load(chip, g), targets.merge(chip, g)):
-        assert found.spilled == 0
-    assert targets.decode(chip, g, extras=True).spilled == 0
-    assert targets.prefill(chip, g, extras=True).spilled <= (128 if chip.startswith("sm_") else 0)
+        found.check()
+    targets.decode(chip, g, extras=True).check()
+    targets.prefill(chip, g, extras=True).check(spilled=128 if chip.startswith("sm_") else 0)
 
 
 def test_e5m2_is_converted_from_fp32_at_once(targets: ModuleType) -> None:
     """By way of fp16 it would be rounded twice."""
     found = targets.store("sm_90", targets.of(e5m2=True))
-    assert found.count(r"cvt\.rn\.satfinite\.e5m2x2\.f32") == 16
-    assert found.count(r"cvt\.\w*\.f16") == 0
+    found.check(exactly={r"cvt\.rn\.satfinite\.e5m2x2\.f32": 16}, avoids=[r"cvt\.\w*\.f16"])

@@ -1,20 +1,14 @@
-"""Compiling the kernels for chips that are not here, and reading what came out."""
+"""The kernels as they are launched on chips that are not here."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kvcore.spec import LayerGroup, Shard, TensorSpec
+from kvcore.testing.triton import Compiled, compile_for
 from kvcore_mxfp8.format import Mxfp8, Mxfp8E5m2
 from kvcore_mxfp8.geometry import Geometry, geometry
 from kvcore_mxfp8.triton import attention as triton_attention
@@ -69,60 +63,10 @@ def of(dim: int = 128, *, e5m2: bool = False, scales: str = "flat", page_size: i
     return geometry(layout, layout.place({"pages": 64}), "k")
 
 
-class Compiled:
-    """A kernel compiled for one chip.
-
-    Attributes:
-        text: PTX or amdgcn assembly.
-        registers: a thread.
-        spilled: bytes a thread (NVIDIA) or registers (AMD) that went to memory.
-        shared: bytes of shared memory.
-    """
-
-    def __init__(self, kernel: Any, chip: str, constants: dict[str, Any], **options: Any) -> None:
-        known = _POINTERS | _NUMBERS
-        types = {name: "constexpr" if name in constants else known[name] for name in kernel.arg_names}
-        even = {
-            (n,): [["tt.divisibility", 16]]
-            for n, name in enumerate(kernel.arg_names)
-            if name not in constants and name in _EVEN | set(_POINTERS)
-        }
-        found = triton.compile(ASTSource(kernel, types, constants, even), target=_target(chip), options=options)
-        self.shared = found.metadata.shared
-        if "cubin" in found.asm:
-            self.text: str = found.asm["ptx"]
-            self.registers, self.spilled = _usage(found.asm["cubin"])
-        else:
-            self.text = found.asm["amdgcn"]
-            self.registers, self.spilled = (int(_named(name, self.text)) for name in ("vgpr_count", "vgpr_spill_count"))
-
-    def count(self, pattern: str) -> int:
-        """How often an instruction appears."""
-        return len(re.findall(pattern, self.text))
-
-
-def _target(chip: str) -> GPUTarget:
-    if chip.startswith("sm_"):
-        return GPUTarget("cuda", int(chip[3:]), 32)
-    return GPUTarget("hip", chip, 64)
-
-
-def _named(name: str, text: str) -> str:
-    found = re.search(rf"\.{name}:\s+(\d+)", text)
-    assert found is not None
-    return found[1]
-
-
-def _usage(cubin: bytes) -> tuple[int, int]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", text)
-    assert found is not None, text
-    return int(found[1]), int(found[2]) + int(found[3])
+def compiled(kernel: Any, chip: str, constants: dict[str, Any], **options: Any) -> Compiled:
+    """A kernel compiled with every tensor where torch would put it."""
+    types = _POINTERS | _NUMBERS
+    return compile_for(kernel, chip, types=types, constants=constants, even=_EVEN | set(_POINTERS), **options)
 
 
 @cache
@@ -136,7 +80,7 @@ def store(chip: str, g: Geometry) -> Compiled:
         "native": CHIPS[chip].native,
         "tile": row_tile(CHIPS[chip], g.columns),
     }
-    return Compiled(triton_rows.store_rows, chip, constants, enable_fp_fusion=False)
+    return compiled(triton_rows.store_rows, chip, constants, enable_fp_fusion=False)
 
 
 @cache
@@ -144,7 +88,7 @@ def load(chip: str, g: Geometry) -> Compiled:
     """The load as it is launched."""
     native, tile = CHIPS[chip].native, row_tile(CHIPS[chip], g.columns)
     constants = {"g": g, "bf16": True, "native": native, "tile": tile}
-    return Compiled(triton_rows.load_rows, chip, constants, enable_fp_fusion=False)
+    return compiled(triton_rows.load_rows, chip, constants, enable_fp_fusion=False)
 
 
 @cache
@@ -166,7 +110,7 @@ def prefill(chip: str, g: Geometry, *, extras: bool = False) -> Compiled:
 def merge(chip: str, g: Geometry) -> Compiled:
     """What puts eight splits together."""
     constants = {"vg": g, "splits": 8, "has_sinks": True, "out_bf16": True, "native": CHIPS[chip].native}
-    return Compiled(triton_attention.merge_splits, chip, constants, enable_fp_fusion=True)
+    return compiled(triton_attention.merge_splits, chip, constants, enable_fp_fusion=True)
 
 
 def _attention(kernel: Any, chip: str, g: Geometry, tiles: Tiles, extras: bool, more: dict[str, Any]) -> Compiled:
@@ -186,4 +130,4 @@ def _attention(kernel: Any, chip: str, g: Geometry, tiles: Tiles, extras: bool, 
         "native": CHIPS[chip].native,
         **more,
     }
-    return Compiled(kernel, chip, constants, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True)
+    return compiled(kernel, chip, constants, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True)
