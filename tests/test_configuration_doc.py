@@ -24,6 +24,7 @@ TYPES = {
     "ArenaOrder": '"page_major", "layer_major"',
     "str": "string",
     "dict[str, Any]": "table",
+    "dict[str, str]": "table",
     "tuple[str, ...]": "list of strings",
 }
 """How the annotations of the structs are written for people."""

@@ -45,6 +45,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         format: name of the KV format.
         format_options: options of that format, which depend on it.
+        formats: formats of single layer groups, by prefix (``{"swa": "bf16"}``), where they are not ``format``.
         page_size: tokens a page.
         memory: bytes of KV per rank, or a size such as ``"64MiB"``.
         device: ``cpu``, ``cuda:0``, …
@@ -58,6 +59,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     format: str = "fp32"
     format_options: dict[str, Any] = {}
+    formats: dict[str, str] = {}
     page_size: Count = 16
     memory: Bytes = 256 * 1024**2
     device: str = "cpu"

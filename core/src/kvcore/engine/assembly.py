@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvcore.config import Config
-from kvcore.contract import Backup
-from kvcore.engine.fitting import Holders, budgets
+from kvcore.contract import Backup, Format
+from kvcore.engine.fitting import Holders, budgets, formats_of
 from kvcore.engine.sizing import CapacityPlan, plan_capacity
 from kvcore.layout import Layout
 from kvcore.memory.store import Store
@@ -29,10 +30,15 @@ class Parts:
     retractor: Retractor
 
 
-def assemble(model: ModelSpec, config: Config, registry: Registry, shard: Shard) -> Parts:
+def assemble(
+    model: ModelSpec,
+    config: Config,
+    registry: Registry,
+    shard: Shard,
+    formats: Format | Mapping[str, Format] | None,
+) -> Parts:
     """Resolve everything, refuse what cannot work, then allocate. Errors as of :meth:`kvcore.engine.cache.KVCache.create`."""
-    kv_format = registry.format(config.cache.format, **config.cache.format_options)
-    holders = Holders(model, kv_format, registry, shard)
+    holders = Holders(model, formats_of(model, config.cache, registry, formats), registry, shard)
     layouts = holders.layouts(page_size=config.cache.page_size, arena=config.cache.arena)
     spaces = registry.index_spaces()
     holders.check(layouts, spaces)
@@ -55,7 +61,7 @@ def assemble(model: ModelSpec, config: Config, registry: Registry, shard: Shard)
     store = Store(
         holders.model,
         layouts,
-        {group.prefix: kv_format for group in holders.model.groups if group.kind == "attention"},
+        holders.formats,
         capacity.units,
         registry.pool_builders(),
         registry.kernels(),

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from kvcore.config import Config
-from kvcore.contract import PoolView, Transport, Unique
+from kvcore.contract import Format, PoolView, Transport, Unique
 from kvcore.engine.assembly import Parts, assemble
 from kvcore.engine.peers import ReceiveSide, SendSide
 from kvcore.engine.poison import poisoning
@@ -104,6 +104,7 @@ class KVCache(Unique):
         *,
         shard: Shard | None = None,
         ranks: Ranks | None = None,
+        formats: Format | Mapping[str, Format] | None = None,
     ) -> KVCache:
         """Resolve everything, refuse what cannot work, then allocate.
 
@@ -112,12 +113,14 @@ class KVCache(Unique):
             config, registry: what to build, and from what.
             shard: the heads and layers of this rank; None means all.
             ranks: the place of this process among the ranks of its engine; None means that it is the only one.
+            formats: a format, or formats by layer group, that need not be registered; instead of ``config.cache.format``
+                and ``config.cache.formats``.
 
         Raises ConfigError, LayoutError, PluginError or UnsupportedError before memory is touched, and CapacityError
         where ``config.cache.memory`` holds no unit.
         """
         shard = shard or Shard()
-        parts = assemble(model, config, registry, shard)
+        parts = assemble(model, config, registry, shard, formats)
         return cls(model, config, parts, registry, shard, ranks or Ranks())
 
     # --- what belongs to the model ---

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvcore.config import CacheConfig
 from kvcore.contract import Format, IndexSpace, StateComponent
-from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.errors import ConfigError, UnsupportedError, nearest
 from kvcore.layout import ArenaOrder, Layout, SpaceSpec
 from kvcore.plugins.registry import Registry
 from kvcore.requests.manager import RangeBudget
@@ -22,20 +23,21 @@ class Holders:
 
     Args:
         model: its groups; only those of this rank's layers are used.
-        kv_format: of the groups of attention.
+        formats: of the groups of attention, by prefix: see :func:`formats_of`.
         registry: where state components come from.
         shard: the heads and layers of this rank.
 
     Attributes:
         model: the model without the groups of which this pipeline stage holds no layer.
+        formats: the format of each group of attention, by prefix.
         components: the state component of each group of state, by prefix.
 
     Raises ConfigError where no layer is on this rank, UnsupportedError for a group of state without exactly one component.
     """
 
-    def __init__(self, model: ModelSpec, kv_format: Format, registry: Registry, shard: Shard) -> None:
+    def __init__(self, model: ModelSpec, formats: Mapping[str, Format], registry: Registry, shard: Shard) -> None:
         self.model = _on_rank(model, shard)
-        self._format = kv_format
+        self.formats = {group.prefix: formats[group.prefix] for group in self.model.groups if group.kind == "attention"}
         self._shard = shard
         self.components: dict[str, StateComponent] = {
             group.prefix: registry.state_component(group, model=model.name)
@@ -51,13 +53,14 @@ class Holders:
             if component is not None:
                 layouts[group.prefix] = component.layout(group, shard=self._shard, arena=arena)
                 continue
-            self._format.supports(group).require(
+            kv_format = self.formats[group.prefix]
+            kv_format.supports(group).require(
                 "format cannot hold this layer group",
-                format=self._format.name,
+                format=kv_format.name,
                 group=group.prefix,
-                remedy="choose another format",
+                remedy="choose another format, for this group alone with cache.formats",
             )
-            layouts[group.prefix] = self._format.layout(group, page_size=page_size, shard=self._shard, arena=arena)
+            layouts[group.prefix] = kv_format.layout(group, page_size=page_size, shard=self._shard, arena=arena)
         return layouts
 
     def check(self, layouts: Mapping[str, Layout], spaces: Mapping[str, IndexSpace]) -> None:
@@ -81,6 +84,43 @@ class Holders:
             component.checkpoint(self.model.group(name)).require(
                 "the state of this model cannot be checkpointed", group=name, component=component.name
             )
+
+
+def formats_of(
+    model: ModelSpec,
+    config: CacheConfig,
+    registry: Registry,
+    given: Format | Mapping[str, Format] | None = None,
+) -> dict[str, Format]:
+    """The format of each group of attention, by prefix.
+
+    Args:
+        model: the whole model.
+        config: names one format, and others for single groups.
+        registry: where formats come from; groups of one name and options share an instance.
+        given: an instance for every group, or for those it names, instead of what ``config`` says.
+
+    ConfigError for a group that the model does not have, PluginError for an unknown format.
+    """
+    prefixes = [group.prefix for group in model.groups if group.kind == "attention"]
+    if isinstance(given, Format):
+        return dict.fromkeys(prefixes, given)
+    own = dict(given or {})
+    for name in (*config.formats, *own):
+        if name not in prefixes:
+            raise ConfigError(
+                "a format is named for a layer group that the model does not have",
+                key=f"cache.formats.{name}",
+                model=model.name,
+                groups=prefixes,
+                remedy=nearest(name, prefixes),
+            )
+    names = {prefix: config.formats.get(prefix, config.format) for prefix in prefixes if prefix not in own}
+    made = {
+        name: registry.format(name, **(config.format_options if name == config.format else {}))
+        for name in dict.fromkeys(names.values())
+    }
+    return {prefix: own[prefix] if prefix in own else made[names[prefix]] for prefix in prefixes}
 
 
 def _on_rank(model: ModelSpec, shard: Shard) -> ModelSpec:

@@ -165,10 +165,8 @@ def resolve_plugins(config: Config) -> tuple[str, ...]:
     installed = _Installed()
     listed = set(config.plugins)
     names = {BUILTIN, *listed}
-    wanted: list[tuple[ProvidedKind, str]] = [
-        ("formats", config.cache.format),
-        ("transports", config.transfer.transport),
-    ]
+    wanted: list[tuple[ProvidedKind, str]] = [("transports", config.transfer.transport)]
+    wanted += [("formats", name) for name in dict.fromkeys((config.cache.format, *config.cache.formats.values()))]
     if config.retraction.policy == "backup":
         wanted.append(("backups", config.retraction.backend))
     for kind, name in wanted:

@@ -29,6 +29,7 @@ from kvcore.builtin.commands.geometry import (
 from kvcore.builtin.commands.layout import layout
 from kvcore.config import load_config, parse_settings
 from kvcore.contract import Command
+from kvcore.engine.fitting import formats_of
 from kvcore.plugins import PluginReport, discover, load_plugins
 from kvcore.spec import ModelSpec, Shard
 
@@ -101,10 +102,11 @@ def _choices(settings: Any, model: ModelSpec) -> dict[str, list[dict[str, Any]]]
     """Build the smallest pools the model needs and ask their kernel tables."""
     registry = load_plugins(settings)
     cache = settings.cache
-    fmt = registry.format(cache.format, **cache.format_options)
+    formats = formats_of(model, cache, registry)
     layouts = {}
     for group in model.groups:
-        fmt.supports(group).require("format cannot hold this layer group", format=cache.format, group=group.prefix)
+        fmt = formats[group.prefix]
+        fmt.supports(group).require("format cannot hold this layer group", format=fmt.name, group=group.prefix)
         layouts[group.prefix] = fmt.layout(group, page_size=cache.page_size, shard=Shard(), arena=cache.arena)
     kernels, builders = registry.kernels(), registry.pool_builders()  # refuses, with the remedy, where torch is missing
     from kvcore.memory.store import Store  # here: it imports torch, which `kvcore plugins` does without
@@ -112,7 +114,7 @@ def _choices(settings: Any, model: ModelSpec) -> dict[str, list[dict[str, Any]]]
     store = Store(
         model,
         layouts,
-        dict.fromkeys(layouts, fmt),
+        formats,
         {prefix: {item.name: 2 for item in layout.ranges} for prefix, layout in layouts.items()},
         builders,
         kernels,

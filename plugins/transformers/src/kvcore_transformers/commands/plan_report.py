@@ -17,9 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvcore.config import Config, load_config
-from kvcore.contract import Format
-from kvcore.engine.fitting import Holders
+from kvcore.config import CacheConfig, Config, load_config
+from kvcore.engine.fitting import Holders, formats_of
 from kvcore.engine.sizing import CapacityPlan, plan_capacity
 from kvcore.errors import ConfigError
 from kvcore.layout import Layout
@@ -90,7 +89,8 @@ def plan_model(options: PlanOptions) -> tuple[ModelSpec, dict[str, FormatPlan]]:
     for name in dict.fromkeys(names):
         # Options belong to the format that the file names; where it names none, to those of the command line.
         own = settings.cache.format_options if name == written or not written else {}
-        layouts = layouts_of(spec, registry, registry.format(name, **own), settings, shard)
+        cache = msgspec.structs.replace(settings.cache, format=name, format_options=own)
+        layouts = layouts_of(spec, registry, cache, shard)
         plans[name] = plan_format(layouts, settings, registry, options)
     return spec, plans
 
@@ -164,12 +164,10 @@ def _with_defaults(raw: dict[str, Any], file: Path) -> Any:
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 
-def layouts_of(
-    spec: ModelSpec, registry: Registry, kv_format: Format, settings: Config, shard: Shard
-) -> dict[str, Layout]:
+def layouts_of(spec: ModelSpec, registry: Registry, config: CacheConfig, shard: Shard) -> dict[str, Layout]:
     """Layouts by group, as a cache of this configuration has them."""
-    holders = Holders(spec, kv_format, registry, shard)
-    layouts = holders.layouts(page_size=settings.cache.page_size, arena=settings.cache.arena)
+    holders = Holders(spec, formats_of(spec, config, registry), registry, shard)
+    layouts = holders.layouts(page_size=config.page_size, arena=config.arena)
     holders.check(layouts, registry.index_spaces())
     return layouts
 

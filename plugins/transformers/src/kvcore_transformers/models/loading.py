@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from kvcore.config import CacheConfig, Config, parse_bytes
 from kvcore.engine.cache import KVCache
-from kvcore.engine.fitting import Holders
+from kvcore.engine.fitting import Holders, formats_of
 from kvcore.engine.sizing import plan_capacity
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.layout import Layout
@@ -84,8 +84,7 @@ def describe(config: Config, hf_config: Any, dtype: torch.dtype = torch.float32)
     """
     registry = enabled(config)
     spec = model_spec(registry, hf_config, dtype)
-    kv_format = registry.format(config.cache.format, **config.cache.format_options)
-    holders = Holders(spec, kv_format, registry, Shard())
+    holders = Holders(spec, formats_of(spec, config.cache, registry), registry, Shard())
     return registry, holders.layouts(page_size=config.cache.page_size, arena=config.cache.arena)
 
 
