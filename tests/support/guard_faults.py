@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvcore.contract import ReadJob
 from kvcore.engine.cache import KVCache
 from kvcore.requests.payload import Payload
-from kvcore.transfer.session.base import incoming
+from kvcore.transfer.session import incoming
 
 Ids = npt.NDArray[np.int64]
 Way = Literal["transfer", "retraction"]

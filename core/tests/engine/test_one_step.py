@@ -66,6 +66,7 @@ def ops(step: Step) -> dict[str, Callable[[], Any]]:
     return {
         "store": lambda: step.store(0, rows(3.0)),
         "attend": lambda: step.attend(0, q, out, AttendParams(1.0)),
+        "run": lambda: step.run("score", 0, {}),
         "load": lambda: step.load(0, torch.tensor([5]), rows(0.0)),
         "batch": lambda: step.batch("full"),
         "state_slots": lambda: step.state_slots("full"),
@@ -282,6 +283,38 @@ def test_a_call_waits_for_the_one_that_is_inside(cache: KVCache) -> None:
     admitting.join(10)
     assert seen == ["step", "admit"]
     assert np.all(cache.units("c", "full", "pages") >= 0)
+
+
+def test_a_cache_closed_inside_a_step_hides_nobodys_error() -> None:
+    cache = build()
+    cache.admit("a", 1)
+    step = cache.begin([("a", 1)])
+
+    def a_pass() -> None:
+        with step:
+            cache.close()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        a_pass()
+    assert not step.is_open
+    assert cache.open_step is None
+    for op, call in ops(step).items():
+        with pytest.raises(StaleHandleError, match="the cache is closed"):
+            pytest.fail(f"{op} gave {call()}")
+
+
+@pytest.mark.parametrize("accepted", [[1.0], ["1"]])
+def test_a_refused_commit_leaves_the_step_open(cache: KVCache, accepted: list[Any]) -> None:
+    """A list of a float tensor is what a speculating engine has at hand."""
+    step = cache.begin([("a", 1)])
+    step.store(0, rows(1.0))
+    with pytest.raises(RequestError, match="whole number"):
+        step.commit(accepted)
+    cache.check_integrity()
+    assert cache.open_step is step
+    step.commit([1])
+    assert cache.length("a") == 1
 
 
 def test_a_closed_cache_says_so() -> None:

@@ -11,7 +11,7 @@ import kvcore.requests.steps
 from kvcore.errors import CapacityError, PromptTooLongError, RequestError
 from kvcore.layout import SpaceSpec
 from kvcore.requests.manager import Manager, RangeBudget
-from kvcore.requests.spaces import INDEX_SPACES
+from kvcore.requests.spaces import INDEX_SPACES, SequenceSpace
 from kvcore.requests.stepplan import StepPlan
 from kvcore.requests.steps import StepBook
 
@@ -176,3 +176,63 @@ def test_a_shared_page_is_found_though_another_row_grows(watch: Watch) -> None:
     for name in "abc":
         m.release(name)
     assert m.stats().ranges[0].used == 0
+
+
+def filled(m: Manager, name: str, tokens: int) -> None:
+    m.admit(name, tokens, external=True)
+    m.set_length(name, tokens)
+
+
+def test_a_long_request_asks_of_its_own_lengths_only(watch: Watch) -> None:
+    """Its first step would last for seconds, were every length below it asked for."""
+    watch.arrays(True)
+    asked = []
+
+    class Counted(SequenceSpace):
+        def num_units(self, spec: SpaceSpec, length: int) -> int:
+            asked.append(length)
+            return super().num_units(spec, length)
+
+    pages = SpaceSpec("full", "sequence", "page", 1024)
+    m = Manager([RangeBudget("full", "u", pages, 1100, 0, ("full/x",))], {"sequence": Counted()})
+    filled(m, "a", 1 << 20)
+    filled(m, "b", 100)
+    m.commit(m.plan_step([("a", 1), ("b", 1)]))  # ends the filling
+    asked.clear()
+    for _ in range(3):
+        m.commit(m.plan_step([("a", 1), ("b", 1)]))
+    assert watch.plain == 3
+    assert len(asked) < 1000
+
+
+@pytest.mark.parametrize("arrays", [True, False])
+def test_a_step_gives_back_what_was_dead_before_it(watch: Watch, arrays: bool) -> None:
+    """A transfer that goes on past what was reserved first leaves units behind the window."""
+    watch.arrays(arrays)
+    m = make(40, SPECS[1])
+    m.admit("a", 4, external=True)
+    m.set_length("a", 4)
+    m.reserve("a", 12)
+    m.set_length("a", 16)
+    m.fork("a", "b", 16)  # ends the filling
+    m.release("b")
+    m.commit(m.plan_step([("a", 1)]))
+    live = [unit for unit in m.units("a", "swa", "u").tolist() if unit]
+    assert len(live) <= 4, "ceil(5 / 2) + 1"
+    m.check_integrity()
+
+
+@pytest.mark.parametrize("arrays", [True, False])
+def test_arrays_of_a_plan_are_its_own(watch: Watch, arrays: bool) -> None:
+    watch.arrays(arrays)
+    m = make(40, SPECS[0])
+    m.admit("a", 6)
+    m.commit(m.plan_step([("a", 6)]))
+    plan = m.plan_step([("a", 1)])
+    part = plan.of("full", "u")
+    before = part.units.tolist()
+    for array in (part.indptr, part.units, part.fresh, part.copies_src, part.copies_dst, part.trail):
+        assert not array.flags.writeable
+    m.commit(plan)
+    m.release("a")
+    assert part.units.tolist() == before

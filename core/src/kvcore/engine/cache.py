@@ -416,13 +416,8 @@ class KVCache(Unique):
     @in_turn
     def stats(self) -> CacheStats:
         """What is held now."""
-        arenas = self.store.arenas()
-        return CacheStats(
-            self.manager.stats(),
-            {name: arena.nbytes for name, arena in arenas.items()},
-            self._retractor.bytes_held,
-            self._retractor.stats(),
-        )
+        arenas = {name: arena.nbytes for name, arena in self.store.arenas().items()}
+        return CacheStats(self.manager.stats(), arenas, self._retractor.bytes_held, self._retractor.stats())
 
     @in_turn
     def check_integrity(self) -> None:
@@ -431,9 +426,11 @@ class KVCache(Unique):
 
     @in_turn
     def close(self) -> None:
-        """Stop transfers, forget backups, give all memory back. Idempotent."""
+        """Abandon an open step, stop transfers, forget backups, give all memory back. Idempotent."""
         if self._turns.closed:
             return
+        if self.open_step is not None:
+            self.open_step.abandon()
         self._turns.closed = True
         for side in self._sides:
             side.close()

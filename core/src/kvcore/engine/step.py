@@ -124,6 +124,7 @@ class Step(Unique):
         self._open = False
 
     def _check(self) -> None:
+        self._turns.demand_open("a step")
         if not self._open:
             raise StaleHandleError(
                 "step is already committed or abandoned",

@@ -25,6 +25,11 @@ class Turns:
         self.lock = threading.RLock()
         self.closed = False
 
+    def demand_open(self, call: str) -> None:
+        """StaleHandleError once the cache is closed."""
+        if self.closed:
+            raise StaleHandleError("the cache is closed", call=call, remedy="create another one")
+
 
 class TakesTurns(Protocol):
     """What :func:`in_turn` needs: ``_turns``."""
@@ -52,8 +57,7 @@ def while_open(method: Callable[Concatenate[SelfT, P], R]) -> Callable[Concatena
     @functools.wraps(method)
     def call(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._turns.lock:
-            if self._turns.closed:
-                raise StaleHandleError("the cache is closed", call=method.__name__, remedy="create another one")
+            self._turns.demand_open(method.__name__)
             return method(self, *args, **kwargs)
 
     return call

@@ -25,22 +25,43 @@ _ZERO = np.zeros(1, np.int64)
 
 
 class Lengths:
-    """What one more token does to a request of a range, by its length."""
+    """What one more token does to a request of a range, by its length.
+
+    Known for the blocks of lengths that requests had: a long one does not cost every length below its own.
+    """
 
     def __init__(self, part: ManagedRange) -> None:
         self._part = part
-        self._known = np.empty((4, 0), np.int64)
+        self._row = np.empty(0, np.int64)  # block → its first row in the table, -1 for one not asked for yet
+        self._table = np.empty((_BLOCK, 4), np.int64)
+        self._used = 0
 
     def at(self, lengths: Int64Array) -> tuple[Int64Array, ...]:
         """For each length: the logical units ``[lo, hi)`` that the next token writes, and where eviction ends before and
         after it."""
-        end = int(lengths.max(initial=0)) + 1
-        if end > self._known.shape[1]:
-            part, first = self._part, self._known.shape[1]
-            span = range(first, -(-end // _BLOCK) * _BLOCK)
-            more = [(*part.writes_of(at, at + 1), part.evict_before(at), part.evict_before(at + 1)) for at in span]
-            self._known = np.concatenate((self._known, np.array(more, np.int64).T), axis=1)
-        return tuple(row[lengths] for row in self._known)
+        blocks = lengths // _BLOCK
+        end = int(blocks.max(initial=-1)) + 1
+        if end > len(self._row):
+            self._row = np.concatenate((self._row, np.full(end - len(self._row), -1, np.int64)))
+        rows = self._row[blocks]
+        if np.any(rows < 0):
+            self._ask(np.unique(blocks[rows < 0]).tolist())
+            rows = self._row[blocks]
+        return tuple(self._table[rows + lengths % _BLOCK].T)
+
+    def _ask(self, blocks: list[int]) -> None:
+        part = self._part
+        more = [
+            (*part.writes_of(at, at + 1), part.evict_before(at), part.evict_before(at + 1))
+            for block in blocks
+            for at in range(block * _BLOCK, (block + 1) * _BLOCK)
+        ]
+        self._row[blocks] = self._used + _BLOCK * np.arange(len(blocks))
+        end = self._used + len(more)
+        if end > len(self._table):
+            self._table = np.concatenate((self._table, np.empty((end, 4), np.int64)))
+        self._table[self._used : end] = more
+        self._used = end
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from kvcore.requests.rules import (
 )
 from kvcore.requests.stepplan import StepPlan, StepRow
 from kvcore.requests.steps import StepBook, step_rows
-from kvcore.requests.table import RangeKey, Request, RequestTable, demand_filled
+from kvcore.requests.table import RangeKey, Request, RequestTable, demand_filled, token_count
 from kvcore.requests.unit_lists import arriving_units, final_payloads
 
 __all__ = ["Hold", "Manager", "ManagerStats", "RangeBudget", "RangeStats", "Request"]
@@ -146,6 +146,7 @@ class Manager(Unique):
         Raises, in this order: EmptyPromptError for no tokens, PromptTooLongError where an empty cache could not hold
         them, DuplicateRequestError, CapacityError when units or requests are short now.
         """
+        num_tokens = token_count(num_tokens, request_id)
         if num_tokens < 1:
             raise EmptyPromptError(
                 "a prompt needs at least one token",
@@ -179,6 +180,7 @@ class Manager(Unique):
         RequestError past the request's length or while it is in a step; UnsupportedError where an index space no longer
         holds what the prefix needs.
         """
+        prefix_tokens = token_count(prefix_tokens, request_id)
         request = self._requests.filled(request_id)
         self._requests.check_new(new_id)
         demand_rewindable(self._ranges, request, prefix_tokens, checkpoints=True)
@@ -201,6 +203,7 @@ class Manager(Unique):
 
         CapacityError when they are short now, PromptTooLongError where an empty cache could not hold them.
         """
+        num_new = token_count(num_new, request_id)
         request = self._requests.idle(request_id)
         if num_new < 0:
             raise RequestError("cannot reserve a negative number of tokens", request=request_id, num_new=num_new)
@@ -217,6 +220,7 @@ class Manager(Unique):
         May be called again with more tokens; the first step, fork or truncation ends the filling. RequestError for
         other requests, for fewer tokens than before, or past ``reserved``.
         """
+        length = token_count(length, request_id)
         request = self._requests.idle(request_id)
         if not request._external:
             raise RequestError(
@@ -240,9 +244,10 @@ class Manager(Unique):
         The unit that ``length`` falls into stays, also where it is shared. RequestError past the length or in a step;
         UnsupportedError where an index space cannot go back.
         """
+        length = token_count(length, request_id)
         request = self._requests.filled(request_id)
         demand_rewindable(self._ranges, request, length)
-        self._end_filling(request)
+        self._end_filling(request, length)
         for key, part in self._ranges.items():
             request._tables[key] = checkpoints.shorten(part, request._tables[key], part.num_units(length))
         checkpoints.drop(self._ranges, request, [other for other in request._checkpoints if other > length])
@@ -279,7 +284,7 @@ class Manager(Unique):
         where a range cannot go back.
         """
         request = self._requests.settled(request_id)
-        length = request._length - num_tokens
+        length = request._length - token_count(num_tokens, request_id)
         if not 0 <= length <= request._length:
             raise RequestError(
                 "not a number of tokens that the request can give up",
@@ -291,7 +296,7 @@ class Manager(Unique):
             return request
         demand_filled(request)
         demand_rollback(self._ranges, request, length)
-        self._end_filling(request)
+        self._end_filling(request, length)
         checkpoints.roll_back(self._ranges, request, length)
         return request
 
@@ -373,15 +378,15 @@ class Manager(Unique):
         counts = [row.count for row in plan.rows]
         if accepted is None:
             return self._steps.commit(plan, counts)
-        counts = list(accepted)
-        if len(counts) != len(plan.rows) or any(
+        counts = [token_count(n, row.request) for n, row in zip(accepted, plan.rows, strict=False)]
+        if len(accepted) != len(plan.rows) or any(
             not 0 <= n <= row.count for n, row in zip(counts, plan.rows, strict=True)
         ):
             raise RequestError(
                 "accepted tokens do not match the rows",
                 step=plan.step,
                 expected=[row.count for row in plan.rows],
-                got=counts,
+                got=list(accepted),
             )
         speculative = self._steps.speculative(plan)
         for row, count in zip(plan.rows, counts, strict=True):
@@ -419,8 +424,14 @@ class Manager(Unique):
                 request._tables[key] = np.concatenate((table, part.allocate(missing, unwritten=not request._external)))
         request._reserved = max(request._reserved, stop)
 
-    def _end_filling(self, request: Request) -> None:
-        if request._external:  # what the transfer did not fill still holds bytes of earlier owners
-            request._external = False
-            for key, part in self._ranges.items():
-                part.mark(part.real(request._tables[key][part.arriving(request._length)[1] :]), unwritten=True)
+    def _end_filling(self, request: Request, length: int | None = None) -> None:
+        """A request that goes on at ``length`` (its own by default) is filled from outside no more."""
+        if not request._external:
+            return
+        request._external = False
+        length = request._length if length is None else length
+        for key, part in self._ranges.items():
+            table = request._tables[key]
+            # What the transfer did not fill still holds bytes of earlier owners.
+            part.mark(part.real(table[part.arriving(request._length)[1] :]), unwritten=True)
+            part.evict(table, part.evict_before(length))  # it may have been filled past what was reserved at first

@@ -20,7 +20,7 @@ from kvcore.requests.checkpoints import shorten
 from kvcore.requests.decode import DecodeSteps, Plain
 from kvcore.requests.ranges import ManagedRange, RangeSet, join
 from kvcore.requests.stepplan import RangePlan, StepPlan, StepRow
-from kvcore.requests.table import RangeKey, Request, RequestTable
+from kvcore.requests.table import RangeKey, Request, RequestTable, token_count
 
 _MANY_ROWS = 16
 """Rows from which on a decode step is planned over arrays: with fewer the arrays cost more than the rows."""
@@ -34,6 +34,7 @@ def step_rows(table: RequestTable, rows: Sequence[tuple[str, int]]) -> tuple[lis
         request = live.get(request_id)
         if request is None or request._open_step is not None or request._spoiled or request._external:
             request, decode = table.filled(request_id), False
+        count = token_count(count, request_id)
         if count != 1:
             decode = False
             if count < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
@@ -226,6 +227,25 @@ class RequestTable:
         request._released = True
         request._open_step = None
         return tables
+
+
+def token_count(value: int, request_id: str) -> int:
+    """A number of tokens as an int; RequestError for what is no whole number, such as an item of a float tensor.
+
+    Integers of numpy and torch are converted: a length goes on the wire, into handles, and into tables for good.
+    """
+    if type(value) is int:
+        return value
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise RequestError(
+            "a number of tokens is a whole number",
+            request=request_id,
+            got=value,
+            kind=type(value).__name__,
+            remedy="convert it with int()",
+        ) from None
 
 
 def demand_filled(request: Request) -> None:
