@@ -19,6 +19,7 @@ MODULES = {
     "kvcore.contract.pools": "Pools",
     "kvcore.contract.models": "Models and states",
     "kvcore.contract.backups": "Backups",
+    "kvcore.contract.saved": "What backups do alike",
     "kvcore.contract.transports": "Transports",
     "kvcore.contract.commands": "Commands",
     "kvcore.contract.base": "Of all plugins",

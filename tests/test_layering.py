@@ -20,7 +20,7 @@ ORDER = """
     layout.dtypes layout.fields layout.regions layout.layout layout layout.strides
     layout.moves.matching layout.moves.applying layout.moves.programs layout.moves
     spec config
-    contract.base contract.formats contract.spaces contract.pools contract.kernels contract.models contract.backups
+    contract.base contract.formats contract.spaces contract.pools contract.kernels contract.models contract.backups contract.saved
     contract.transports contract.commands contract
     plugins.hookspecs plugins.registry plugins.loader plugins plugins.dispatch
     requests requests.allocator requests.spaces requests.stepplan requests.table requests.ranges requests.counts
@@ -37,7 +37,7 @@ ORDER = """
     transfer.flat transfer.flat.staging transfer.flat.batches transfer.flat.reads
     transfer.shm transfer.shm.windows transfer.shm.memfd transfer.shm.stage_wire transfer.shm.stage_server
     transfer.shm.stage_channel transfer.shm.stage_reader transfer.shm.server transfer.shm.transport
-    retraction retraction.saved retraction.fit retraction.retractor
+    retraction retraction.fit retraction.retractor
     engine engine.turns engine.sizing engine.fitting engine.assembly engine.handover engine.sides engine.peers engine.poison engine.step engine.step_rules engine.cache
 """.split()  # noqa: SIM905 - a line a layer
 

@@ -52,6 +52,12 @@ from kvcore.contract.pools import (
     PoolBuilder,
     PoolView,
 )
+from kvcore.contract.saved import (
+    SavedPart,
+    copy_all,
+    saved_offsets,
+    saved_parts,
+)
 from kvcore.contract.spaces import (
     IndexSpace,
 )
@@ -111,6 +117,7 @@ __all__ = [
     "ReadHandle",
     "ReadJob",
     "Region",
+    "SavedPart",
     "Shard",
     "SpaceSpec",
     "StateComponent",
@@ -124,8 +131,11 @@ __all__ = [
     "UnitBlock",
     "UnitRange",
     "all_fences",
+    "copy_all",
     "hookimpl",
     "padding",
     "region",
+    "saved_offsets",
+    "saved_parts",
     "unsupported",
 ]

@@ -17,11 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.config import parse_bytes
-from kvcore.contract import DONE, FULL, Backup, CopyQueue, Fence, Support, UnitBlock
+from kvcore.contract import (
+    DONE,
+    FULL,
+    Backup,
+    CopyQueue,
+    Fence,
+    SavedPart,
+    Support,
+    UnitBlock,
+    copy_all,
+    saved_offsets,
+    saved_parts,
+)
 from kvcore.errors import BackupError, CapacityError, ConfigError, nearest
 from kvcore.layout import Int64Array, Layout
 from kvcore.requests.allocator import UnitAllocator
-from kvcore.retraction.saved import Part, copy_all, offsets_of, part_of
 from kvcore.transfer.copier import Copier, InlineCopier, ThreadCopier
 
 Bytes = npt.NDArray[np.uint8]
@@ -84,7 +95,7 @@ class _Copy(Fence):
 class _Entry:
     """One key: its place in the arena and what is going on there."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SavedPart, ...]
     nbytes: int
     ids: Int64Array
     spans: tuple[Bytes, ...]  # the arena from block to block, neighbours joined
@@ -158,7 +169,7 @@ class HostPoolBackup(Backup):
         fence raises BackupError where the copy failed: the key is unknown then, and its bytes are free.
         """
         blocks = tuple(blocks)
-        parts = tuple(part_of(block) for block in blocks)
+        parts = saved_parts(blocks)
         nbytes = sum(block.nbytes for block in blocks)
         with self._lock:
             self._demand_open(key)
@@ -197,7 +208,7 @@ class HostPoolBackup(Backup):
         with self._lock:
             self._demand_open(key)
             entry = self._get(key)
-            starts = offsets_of(key, entry.parts, blocks)
+            starts = saved_offsets(key, entry.parts, blocks)
             copy = _Copy(
                 "restoring a request failed",
                 key,
@@ -259,7 +270,7 @@ class HostPoolBackup(Backup):
     # --- on the thread that copies ---
 
     def _save(self, key: str, entry: _Entry, blocks: Sequence[UnitBlock]) -> None:
-        _copy(blocks, offsets_of(key, entry.parts, blocks), entry.spans, _out)
+        _copy(blocks, saved_offsets(key, entry.parts, blocks), entry.spans, _out)
 
     def _restore(self, key: str, entry: _Entry, blocks: Sequence[UnitBlock], starts: Sequence[int]) -> None:
         if entry.save is not None:

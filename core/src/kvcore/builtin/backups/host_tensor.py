@@ -14,16 +14,28 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.contract import DONE, FULL, Backup, CopyQueue, Fence, Support, UnitBlock, all_fences
+from kvcore.contract import (
+    DONE,
+    FULL,
+    Backup,
+    CopyQueue,
+    Fence,
+    SavedPart,
+    Support,
+    UnitBlock,
+    all_fences,
+    copy_all,
+    saved_offsets,
+    saved_parts,
+)
 from kvcore.errors import BackupError, KVCoreError
 from kvcore.layout import Layout
-from kvcore.retraction.saved import Part, copy_all, offsets_of, part_of
 
 
 @dataclass
 class _Saved:
     buffer: npt.NDArray[np.uint8]
-    parts: tuple[Part, ...]
+    parts: tuple[SavedPart, ...]
     nbytes: int
     fence: Fence = DONE
     reads: Fence = DONE  # restores that may still read the buffer
@@ -74,13 +86,13 @@ class HostTensorBackup(Backup):
         """Gather all blocks into one buffer. Raises BackupError for a key in use or a copy that failed."""
         if key in self._saved:
             raise BackupError("backup key is in use", key=key)
-        parts = tuple(part_of(block) for block in blocks)
+        parts = saved_parts(blocks)
         nbytes = sum(block.nbytes for block in blocks)
         saved = _Saved(self._take(nbytes), parts, nbytes)
         try:
             copies = copy_all(
                 partial(block.copy_out, saved.buffer[start : start + block.nbytes])
-                for block, start in zip(blocks, offsets_of(key, parts, blocks), strict=True)
+                for block, start in zip(blocks, saved_offsets(key, parts, blocks), strict=True)
             )
         except Exception as error:
             self._give(saved.buffer)
@@ -97,7 +109,7 @@ class HostTensorBackup(Backup):
         """
         saved = self._get(key)
         saved.fence.wait()
-        starts = offsets_of(key, saved.parts, blocks)
+        starts = saved_offsets(key, saved.parts, blocks)
         try:
             copies = copy_all(
                 partial(block.copy_in, saved.buffer[start : start + block.nbytes])
