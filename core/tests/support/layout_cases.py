@@ -177,7 +177,7 @@ def fields(draw: st.DrawFn, axes: tuple[Axis, ...] | None = None, dtype: str | N
     if axes is None:
         names = draw(st.lists(st.sampled_from(["slot", "head", "dim", "block"]), min_size=1, max_size=3, unique=True))
         axes = tuple(draw(axis(name, draw(st.integers(1, 8)))) for name in names)
-    dtype = dtype or draw(st.sampled_from(["u8", "bf16", "fp32", "e8m0"]))
+    dtype = dtype or draw(st.sampled_from(["u8", "i8", "i16", "u16", "bf16", "fp32", "e8m0"]))
     return Field("x", dtype, draw(orders(axes)), axes, offset=16 * draw(st.integers(0, 2)))
 
 
@@ -191,7 +191,7 @@ def axis(draw: st.DrawFn, name: str, size: int, ids: tuple[tuple[int, int], ...]
 def sides(draw: st.DrawFn, number: int) -> list[Layout]:
     """Layouts of the same data that differ in axis order, padding, arena order, shard and layers."""
     page, dim, total = draw(st.sampled_from([1, 2, 4, 6])), draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    sharded, dtype = draw(st.booleans()), draw(st.sampled_from(["u8", "bf16", "fp32"]))
+    sharded, dtype = draw(st.booleans()), draw(st.sampled_from(["u8", "i8", "u16", "bf16", "fp32"]))
     layouts = []
     for _ in range(number):
         ids = draw(id_sets(total)) if sharded else ()

@@ -10,7 +10,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-ITEM = {"u8": 1, "i32": 4, "i64": 8, "fp16": 2, "bf16": 2, "fp32": 4, "e4m3fn": 1, "e5m2": 1, "e8m0": 1}
+ITEM = {
+    "u8": 1, "i8": 1, "u16": 2, "i16": 2, "i32": 4, "i64": 8, "fp16": 2, "bf16": 2, "fp32": 4,
+    "e4m3fn": 1, "e4m3fnuz": 1, "e5m2": 1, "e5m2fnuz": 1, "e8m0": 1,
+}  # fmt: skip
 
 
 def extent(axis: Any) -> int:

@@ -134,7 +134,7 @@ class PoolView(ABC):
 
     @abstractmethod
     def field(self, layer: int, region: str, field: str) -> torch.Tensor:
-        """Strided view ``[units, *physical shape]`` in the storage dtype (1-byte dtypes as ``uint8``).
+        """Strided view ``[units, *physical shape]`` in the storage dtype (1-byte dtypes as ``uint8``, ``u16`` as ``int16``).
 
         Index it with ids of the region's own unit ranges only: below its first one other bytes of the arena may show.
         """

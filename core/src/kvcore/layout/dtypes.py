@@ -27,6 +27,9 @@ class DType:
 
 _ALL = (
     DType("u8", 1, "uint8"),
+    DType("i8", 1, "int8"),
+    DType("u16", 2, "uint16"),
+    DType("i16", 2, "int16"),
     DType("i32", 4, "int32"),
     DType("i64", 8, "int64"),
     DType("fp16", 2, "float16"),

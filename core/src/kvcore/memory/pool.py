@@ -98,7 +98,7 @@ class Pool(Unique, PoolView):
     # --- views ---
 
     def field(self, layer: int, region: str, field: str) -> torch.Tensor:
-        """Strided view ``[units, *physical shape]`` in the storage dtype (1-byte dtypes as ``uint8``)."""
+        """Strided view ``[units, *physical shape]`` in the storage dtype (1-byte dtypes as ``uint8``, ``u16`` as ``int16``)."""
         try:
             return self._fields[layer, region, field]
         except KeyError:

@@ -27,11 +27,13 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def view_dtype(name: str) -> torch.dtype:
-    """Return the dtype in which stored elements are moved: 1-byte dtypes as ``uint8``.
+    """Return the dtype in which stored elements are moved: 1-byte dtypes as ``uint8``, ``u16`` as ``int16``.
 
-    Torch on the CPU has no indexed writes for some of the 8-bit floats, so all of them are moved as raw bytes.
+    Torch on the CPU has no indexed writes for some of the 8-bit floats, nor for ``uint16``: their bits are moved.
     """
-    return torch.uint8 if dtype_of(name).itemsize == 1 else torch_dtype(name)
+    if dtype_of(name).itemsize == 1:
+        return torch.uint8
+    return torch.int16 if name == "u16" else torch_dtype(name)
 
 
 def as_stored(values: torch.Tensor, name: str) -> torch.Tensor:

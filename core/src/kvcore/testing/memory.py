@@ -17,7 +17,7 @@ from kvcore.layout import Field, Int64Array, Layout
 Bytes = npt.NDArray[np.uint8]
 
 ITEM_BYTES = {
-    "u8": 1, "i32": 4, "i64": 8, "fp16": 2, "bf16": 2, "fp32": 4,
+    "u8": 1, "i8": 1, "u16": 2, "i16": 2, "i32": 4, "i64": 8, "fp16": 2, "bf16": 2, "fp32": 4,
     "e4m3fn": 1, "e4m3fnuz": 1, "e5m2": 1, "e5m2fnuz": 1, "e8m0": 1,
 }  # fmt: skip
 """Bytes of an element, by storage dtype."""
