@@ -17,7 +17,7 @@ def test_an_unknown_option_names_the_nearest(install: Install) -> None:
     registry = load_plugins(["healthy"])
     with pytest.raises(ConfigError, match="unknown option") as caught:
         registry.format("fake8", blok=4)
-    assert caught.value.fields == {"format": "fake8", "option": "blok"}
+    assert caught.value.fields == {"format": "fake8", "option": "blok", "options": ["block"]}
     assert caught.value.remedy == "did you mean 'block'?"
 
 

@@ -147,7 +147,7 @@ class WithBackend:
         self._registry = registry()
         self._backend = backend
 
-    def backup(self, name: str, **options: object) -> Backup:
+    def backup(self, name: str, /, **options: object) -> Backup:
         return self._backend
 
     def __getattr__(self, name: str) -> Any:

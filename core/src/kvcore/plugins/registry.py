@@ -27,6 +27,7 @@ from kvcore.contract import (
     Transport,
 )
 from kvcore.errors import ConfigError, KVCoreError, PluginError, UnsupportedError, nearest
+from kvcore.plugins.options import checked_options
 from kvcore.spec import LayerGroup
 
 __all__ = ["KINDS", "Kind", "LoadedPlugin", "Registry", "collect", "describe_cause"]
@@ -223,24 +224,25 @@ class Registry:
 
     # --- by name, as instances ---
 
-    def format(self, name: str, **options: Any) -> Format:
+    def format(self, name: str, /, **options: Any) -> Format:
         """Return the format called ``name``.
 
         Raises:
-            ConfigError: unknown name or option; the nearest known one is named.
+            ConfigError: unknown name or option, the nearest known one is named; a value of another type than the
+                constructor takes.
             PluginError: it belongs to a plugin that failed (chained to the cause) or is not enabled.
         """
         return cast(Format, self._make("formats", name, options))
 
-    def transport(self, name: str, **options: Any) -> Transport:
+    def transport(self, name: str, /, **options: Any) -> Transport:
         """Return a new transport; errors as :meth:`format`."""
         return cast(Transport, self._make("transports", name, options))
 
-    def backup(self, name: str, **options: Any) -> Backup:
+    def backup(self, name: str, /, **options: Any) -> Backup:
         """Return a new retraction backend; errors as :meth:`format`."""
         return cast(Backup, self._make("backups", name, options))
 
-    def pool_builder(self, name: str, **options: Any) -> PoolBuilder:
+    def pool_builder(self, name: str, /, **options: Any) -> PoolBuilder:
         """Return the pool builder called ``name``; errors as :meth:`format`."""
         return cast(PoolBuilder, self._make("pools", name, options))
 
@@ -405,23 +407,19 @@ class Registry:
         raise ConfigError(f"unknown {noun}", **{noun.replace(" ", "_"): name}, remedy=nearest(name, known))
 
     def _make(self, kind: str, name: str, options: Mapping[str, Any]) -> Any:
-        _, cls = self._entry(kind, name)
+        plugin, cls = self._entry(kind, name)
         facts = {KINDS[kind].noun.replace(" ", "_"): name}
-        signature = inspect.signature(cls)
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        known = {p.name for p in signature.parameters.values() if p.kind in by_name}
-        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-        for option in options:
-            if option not in known and not open_ended:
-                raise ConfigError("unknown option", **facts, option=option, remedy=nearest(option, known))
+        accepted = checked_options(cls, options, facts)
         try:
-            return cls(**options)
+            return cls(**accepted)
         except KVCoreError:
             raise
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "options are not accepted", **facts, options=dict(options), cause=describe_cause(error)
             ) from error
+        except (Exception, SystemExit) as error:
+            raise _not_constructed(kind, plugin, name, error) from error
 
     def _new(self, kind: str, name: str) -> Any:
         """Instantiate something that takes no options."""
@@ -429,6 +427,10 @@ class Registry:
         try:
             return cls()
         except (Exception, SystemExit) as error:
-            raise PluginError(
-                f"{KINDS[kind].noun} cannot be constructed", plugin=plugin, name=name, cause=describe_cause(error)
-            ) from error
+            raise _not_constructed(kind, plugin, name, error) from error
+
+
+def _not_constructed(kind: str, plugin: str, name: str, error: BaseException) -> PluginError:
+    return PluginError(
+        f"{KINDS[kind].noun} cannot be constructed", plugin=plugin, name=name, cause=describe_cause(error)
+    )

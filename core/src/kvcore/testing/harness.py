@@ -99,15 +99,15 @@ class Subject(Registry):
         self._state = state
         self._format, self._backup, self._transport = format, backup, transport
 
-    def format(self, name: str, **options: Any) -> Format:
+    def format(self, name: str, /, **options: Any) -> Format:
         """The format under test."""
         return self._format or self._base.format(name, **options)
 
-    def backup(self, name: str, **options: Any) -> Backup:
+    def backup(self, name: str, /, **options: Any) -> Backup:
         """The backup under test."""
         return self._backup() if self._backup else self._base.backup(name, **options)
 
-    def transport(self, name: str, **options: Any) -> Transport:
+    def transport(self, name: str, /, **options: Any) -> Transport:
         """The transport under test."""
         return self._transport() if self._transport else self._base.transport(name, **options)
 

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.config import parse_bytes
 from kvcore.contract import (
     DONE,
     FULL,
@@ -62,13 +63,14 @@ class HostTensorBackup(Backup):
     """Keeps each retracted request in one host buffer.
 
     Args:
-        recycle_bytes: how much memory of dropped requests is kept for reuse; 0 frees it at once.
+        recycle_bytes: how much memory of dropped requests is kept for reuse, or a size such as ``"64MiB"``; 0 frees it
+            at once.
     """
 
     name = "host_tensor"
 
-    def __init__(self, *, recycle_bytes: int = 256 << 20) -> None:
-        self._recycle_bytes = recycle_bytes
+    def __init__(self, *, recycle_bytes: int | str = 256 << 20) -> None:
+        self._recycle_bytes = parse_bytes(recycle_bytes)
         self._saved: dict[str, _Saved] = {}
         self._spare: list[npt.NDArray[np.uint8]] = []
         self._queue: CopyQueue | None = None
