@@ -115,6 +115,77 @@ def test_settings_override_like_keys_and_are_refused_like_them() -> None:
         load_config(None, parse_settings(["cache.page_size=16 tokens"]))
 
 
+FILE = """
+[cache]
+page_size = 32
+format = "fp16"
+[transfer.options]
+stage_bytes = "64MiB"
+"""
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize(
+    ("texts", "page_size", "kv_format", "options"),
+    [
+        (["cache.page_size=8", 'cache={format="bf16"}'], 8, "bf16", {"stage_bytes": "64MiB"}),
+        (["cache={format='bf16'}"], 32, "bf16", {"stage_bytes": "64MiB"}),
+        (["cache={}"], 32, "fp16", {"stage_bytes": "64MiB"}),
+        (["transfer={}", "transfer.options.stage_readers=2"], 32, "fp16", {"stage_bytes": "64MiB", "stage_readers": 2}),
+        (["transfer={options={stage_readers=2}}"], 32, "fp16", {"stage_bytes": "64MiB", "stage_readers": 2}),
+        (
+            ["transfer.options={stage_readers=2}", "transfer={options={stage_bytes=1}}"],
+            32, "fp16", {"stage_bytes": 1, "stage_readers": 2},
+        ),
+        (["transfer.options={}"], 32, "fp16", {}),
+        (["cache={page_size=8}", "cache.page_size=8"], 8, "fp16", {"stage_bytes": "64MiB"}),
+    ],
+)  # fmt: skip
+def test_settings_are_merged_in_any_order_and_over_the_file(
+    tmp_path: Path, flip: bool, texts: list[str], page_size: int, kv_format: str, options: dict[str, Any]
+) -> None:
+    given = parse_settings(texts[::-1] if flip else texts)
+    config = load_config(written(tmp_path, FILE), given)
+    assert (config.cache.page_size, config.cache.format) == (page_size, kv_format)
+    assert config.transfer.options == options
+    assert load_config(None, given, {"cache.page_size": 64}).cache.page_size == (page_size if page_size == 8 else 64)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second", "key"),
+    [
+        ("cache.page_size=8", "cache={page_size=16}", "cache.page_size"),
+        ("cache.page_size=1", "cache={page_size=true}", "cache.page_size"),
+        ("cache=3", "cache.page_size=16", "cache"),
+        ("cache.format=bf16", "cache.format.order='x'", "cache.format"),
+        ("transfer.options={}", "transfer.options.stage_bytes=1", "transfer.options"),
+        ("plugins=['a']", "plugins=['b']", "plugins"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(flip: bool, first: str, second: str, key: str) -> None:
+    with pytest.raises(ConfigError, match="a key is set twice") as caught:
+        load_config(None, parse_settings([second, first] if flip else [first, second]))
+    assert caught.value.fields["key"] == key
+
+
+def test_a_table_over_what_is_none_is_refused(tmp_path: Path) -> None:
+    for text in ("cache = 3", 'cache.format = "bf16"'):
+        with pytest.raises(ConfigError, match="key has no parts"):
+            load_config(written(tmp_path, text), {"cache.format.x": 1})
+
+
+def test_a_setting_that_contradicts_its_flag_is_refused() -> None:
+    flags = {"cache.format": "bf16", "cache.page_size": None}
+    assert parse_settings(["cache.page_size=8"], flags) == {"cache.page_size": 8, "cache.format": "bf16"}
+    assert parse_settings(["cache.format=bf16"], flags) == {"cache.format": "bf16"}
+    with pytest.raises(ConfigError, match="contradicts a flag") as caught:
+        parse_settings(["cache.format=fp16"], flags)
+    assert caught.value.fields == {"key": "cache.format", "flag": "bf16", "got": "fp16"}
+    with pytest.raises(ConfigError, match="a key is set twice"):
+        load_config(None, parse_settings(['cache={format="fp16"}'], flags))
+
+
 @pytest.mark.parametrize("value", [1, 1.0, 0.001])
 def test_the_whole_of_a_range_may_be_held(value: float) -> None:
     assert load_config(None, {"transfer.held_fraction": value}).transfer.held_fraction == value

@@ -26,6 +26,8 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}ib"] = 1024**_power
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
+_ABSENT: Any = object()
+
 _TRUE = frozenset({"1", "true", "on", "yes"})
 _FALSE = frozenset({"", "0", "false", "off", "no"})
 
@@ -190,11 +192,14 @@ def load_config(
 
     Args:
         path: a TOML file; None starts from the defaults.
-        overrides: dotted key → value, e.g. ``{"cache.format": "fp16"}``; None as a value means "not given".
+        overrides: dotted key → value, e.g. ``{"cache.format": "fp16"}``; None as a value means "not given". Their order
+            does not matter. Tables are merged, key by key, with each other and over the file; an empty table of
+            options takes away those of the file.
         defaults: the same for what neither the file nor ``overrides`` say.
 
     Raises:
-        ConfigError: the file cannot be read, or anything in it or in the overrides is wrong.
+        ConfigError: the file cannot be read, anything in it or in the overrides is wrong, or two overrides say different
+            values of one key.
     """
     data: dict[str, Any] = {}
     if path is not None:
@@ -204,12 +209,7 @@ def load_config(
             raise ConfigError("configuration file cannot be read", path=str(path), cause=str(error)) from error
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError("configuration file is not valid TOML", path=str(path), cause=str(error)) from error
-    for key, value in (overrides or {}).items():
-        if value is not None:
-            _override(data, key, value)
-    for key, value in (defaults or {}).items():
-        if not _says(data, key):
-            _override(data, key, value)
+    data = _over(_tree(overrides or {}), _over(data, _tree(defaults or {})), tables=True)
     try:
         return Config.from_mapping(data)
     except ConfigError as error:
@@ -218,15 +218,17 @@ def load_config(
         raise
 
 
-def parse_settings(items: Iterable[str]) -> dict[str, Any]:
+def parse_settings(items: Iterable[str], flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return overrides for :func:`load_config` from texts ``KEY=VALUE``, as the flag ``--set`` gives them.
 
     Args:
         items: the key is dotted (``transfer.lease_s``); the value is written as in TOML, and what is not TOML is a
             string: ``bf16`` and ``"bf16"`` are the same.
+        flags: keys that have flags of their own, None meaning "not given"; they are returned too.
 
     Raises:
-        ConfigError: no key, or a key twice. Unknown keys and wrong types are found by :func:`load_config`.
+        ConfigError: no key, a key twice, or a key whose own flag says something else. Unknown keys and wrong types are
+            found by :func:`load_config`.
     """
     out: dict[str, Any] = {}
     for item in items:
@@ -236,6 +238,11 @@ def parse_settings(items: Iterable[str]) -> dict[str, Any]:
         if key in out:
             raise ConfigError("a key is set twice", key=key, got=item)
         out[key] = _toml_value(text)
+    for key, flag in (flags or {}).items():
+        if flag is not None and out.setdefault(key, flag) != flag:
+            raise ConfigError(
+                "a setting contradicts a flag", key=key, flag=flag, got=out[key], remedy="give one of the two"
+            )
     return out
 
 
@@ -292,27 +299,46 @@ def parse_bool(name: str, text: str) -> bool:
 # --- inside ----------------------------------------------------------------------------------------------------------
 
 
-def _override(data: dict[str, Any], key: str, value: Any) -> None:
-    *parents, last = key.split(".")
-    here = data
-    for depth, name in enumerate(parents):
-        inner = here.setdefault(name, {})
-        if not isinstance(inner, dict):
-            raise ConfigError("key has no parts", key=".".join(parents[: depth + 1]), got=key)
-        here = inner
-    here[last] = value
+def _tree(items: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested tables. ConfigError where two of them say different things of one key."""
+    out: dict[str, Any] = {}
+    for key, value in items.items():
+        if value is not None:
+            for name in reversed(key.split(".")):
+                value = {name: value}
+            _join(out, value, "")
+    return out
 
 
-def _says(data: Mapping[str, Any], key: str) -> bool:
-    """Whether there is a value at a dotted key, or one above it that is no table: the check that follows refuses that."""
-    here: Any = data
-    for name in key.split("."):
-        if not isinstance(here, dict):
-            return True
-        if name not in here:
-            return False
-        here = here[name]
-    return True
+def _join(out: dict[str, Any], more: Mapping[str, Any], path: str) -> None:
+    """Merge into ``out``. Options that are emptied and given say different things; a table of keys may be empty."""
+    for name, value in more.items():
+        key = f"{path}.{name}" if path else name
+        known = out.get(name, _ABSENT)
+        if isinstance(value, dict) and (known is _ABSENT or isinstance(known, dict)):
+            if known is _ABSENT or not path or bool(known) == bool(value):
+                _join(out.setdefault(name, {}), value, key)
+                continue
+        elif known is _ABSENT or (known == value and type(known) is type(value)):
+            out[name] = value
+            continue
+        raise ConfigError("a key is set twice", key=key, got=[known, value], remedy="set it once")
+
+
+def _over(high: Mapping[str, Any], low: Mapping[str, Any], *, tables: bool = False, path: str = "") -> dict[str, Any]:
+    """Two trees of tables as one: ``high`` is right, except that a table takes nothing away, unless of options and empty.
+
+    With ``tables``, ConfigError for a table over what is none.
+    """
+    out = {**low, **high}
+    for name in high.keys() & low.keys():
+        above, below, key = high[name], low[name], f"{path}.{name}" if path else name
+        if isinstance(above, dict) and isinstance(below, dict):
+            if above or not path:
+                out[name] = _over(above, below, tables=tables, path=key)
+        elif isinstance(above, dict) and tables:
+            raise ConfigError("key has no parts", key=key, got=below)
+    return out
 
 
 def _checked(data: Any, cls: type[msgspec.Struct], path: str) -> dict[str, Any]:

@@ -79,8 +79,8 @@ def explain(
     json: AsJson = False,
 ) -> None:
     """Show, for each op, the kernel that would run and why each other one was refused."""
-    overrides = {"cache.format": format, "cache.page_size": page_size, "cache.device": device}
-    configured = load_config(config, {**overrides, **parse_settings(settings or ())})
+    flags = {"cache.format": format, "cache.page_size": page_size, "cache.device": device}
+    configured = load_config(config, parse_settings(settings or (), flags))
     group = attention_group(heads, kv_heads, head_dim, layers)
     choices = _choices(configured, ModelSpec("explain", (group,), dtype="fp32"))
     if json:

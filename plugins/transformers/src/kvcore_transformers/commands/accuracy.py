@@ -38,18 +38,13 @@ def accuracy(
         accuracy_command,
     )
 
-    overrides = {
-        "cache.format": format,
-        "cache.memory": memory,
-        "cache.page_size": page_size,
-        **parse_settings(settings or ()),
-    }
+    flags = {"cache.format": format, "cache.memory": memory, "cache.page_size": page_size}
     accuracy_command(
         AccuracyOptions(
             model=model,
             texts=tuple(text or ()),
             config=config,
-            overrides=overrides,
+            overrides=parse_settings(settings or (), flags),
             baseline=baseline,
             chunk=chunk,
             max_tokens=max_tokens,

@@ -46,19 +46,18 @@ def run(
         run_command,
     )
 
+    flags = {
+        "cache.format": format,
+        "cache.memory": memory,
+        "cache.page_size": page_size,
+        "transfer.transport": transport,
+    }
     options = RunOptions(
         model=model,
         prompts=prompts,
         count=count,
         config=config,
-        overrides={
-            "cache.format": format,
-            "cache.memory": memory,
-            "cache.page_size": page_size,
-            "transfer.transport": transport,
-            **_retraction(retraction),
-            **parse_settings(settings or ()),
-        },
+        overrides=parse_settings(settings or (), {**flags, **_retraction(retraction)}),
         max_new_tokens=max_new_tokens,
         chunk=chunk,
         json=json,
