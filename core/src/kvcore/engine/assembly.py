@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvcore.config import Config
 from kvcore.contract import Backup, Format
 from kvcore.engine.fitting import Holders, budgets, formats_of
+from kvcore.engine.links import check_transfer
 from kvcore.engine.sizing import CapacityPlan, plan_capacity
 from kvcore.layout import Layout
 from kvcore.memory.store import Store
@@ -42,6 +43,7 @@ def assemble(
     layouts = holders.layouts(page_size=config.cache.page_size, arena=config.cache.arena)
     spaces = registry.index_spaces()
     holders.check(layouts, spaces)
+    check_transfer(config, registry, layouts)
     backup: Backup | None = None
     if config.retraction.policy == "backup":
         backup = registry.backup(config.retraction.backend, **config.retraction.options)

@@ -24,6 +24,7 @@ import msgspec
 from kvcore.config import Config
 from kvcore.contract import Format, PoolView, Transport, Unique
 from kvcore.engine.assembly import Parts, assemble
+from kvcore.engine.links import open_transport
 from kvcore.engine.peers import ReceiveSide, SendSide
 from kvcore.engine.poison import poisoning
 from kvcore.engine.step import Step
@@ -397,12 +398,7 @@ class KVCache(Unique):
         )
 
     def _transport(self) -> Transport:
-        transport = self._registry.transport(self.config.transfer.transport, **self.config.transfer.options)
-        for layout in self.layouts.values():
-            transport.supports(self.config.cache.device, layout).require(
-                "transport cannot serve this pool", transport=transport.name, device=self.config.cache.device
-            )
-        return transport
+        return open_transport(self.config, self._registry, self.layouts)
 
     # --- inspection, end ---
 

@@ -11,7 +11,8 @@ import numpy as np
 from kvcore.config import TransferConfig
 from kvcore.contract import DONE, Fence, Transport
 from kvcore.engine.handover import EarlyLayers, Held
-from kvcore.engine.sides import Side, arrays_of, keys_of, options_of
+from kvcore.engine.links import keys_of
+from kvcore.engine.sides import Side, arrays_of, options_of
 from kvcore.engine.turns import Turns, in_turn
 from kvcore.errors import EmptyPromptError, RequestError, TransferError
 from kvcore.layout import Int64Array

@@ -8,17 +8,15 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Generic
 
-import zmq.auth
-
 from kvcore.config import TransferConfig
 from kvcore.contract import Transport, Unique
 from kvcore.engine.turns import Turns, in_turn
-from kvcore.errors import ConfigError, RequestError, TransferError, UnknownRequestError
+from kvcore.errors import RequestError, TransferError, UnknownRequestError
 from kvcore.layout.moves import Bytes
 from kvcore.memory.store import Store
 from kvcore.requests.manager import Manager
 from kvcore.transfer.session.base import EventT, TransferOptions
-from kvcore.transfer.wire.endpoint import CurveKeys, EndpointStats
+from kvcore.transfer.wire.endpoint import EndpointStats
 from kvcore.transfer.wire.loop import Endpoint
 
 
@@ -145,16 +143,3 @@ def options_of(config: TransferConfig) -> TransferOptions:
 def arrays_of(store: Store) -> dict[str, Bytes]:
     """The arenas for checksums; raises UnsupportedError for memory the CPU cannot address."""
     return {group: arena.array() for group, arena in store.arenas().items()}
-
-
-def keys_of(config: TransferConfig) -> CurveKeys | None:
-    if not config.curve_certificate:
-        return None
-    try:
-        public, secret = zmq.auth.load_certificate(config.curve_certificate)
-        peer, _ = zmq.auth.load_certificate(config.curve_peer)
-    except (OSError, ValueError) as error:
-        raise ConfigError("cannot read a CURVE certificate", cause=str(error)) from error
-    if secret is None:
-        raise ConfigError("the certificate has no secret key", key="transfer.curve_certificate")
-    return CurveKeys(public, secret, peer)

@@ -1,0 +1,103 @@
+"""What a cache would serve and connect with is refused before a byte of a pool is allocated."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq.auth
+
+from kvcore import KVCache, LayerGroup, ModelSpec, TensorSpec, load_config, load_plugins
+from kvcore.contract import Transport, unsupported
+from kvcore.engine.links import check_bind
+from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
+from kvcore.memory.store import Store
+from kvcore.plugins import Registry
+from kvcore.transfer.shm.transport import ShmTransport
+
+MODEL = ModelSpec("m", (LayerGroup("full", (0,), (TensorSpec("k", 1, 8), TensorSpec("v", 1, 8)), 1),), "fp32")
+
+
+@pytest.fixture
+def no_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocates(*args: Any, **options: Any) -> None:
+        raise AssertionError("memory is allocated")
+
+    monkeypatch.setattr(Store, "__init__", allocates)
+
+
+def refused(kind: type[KVCoreError], registry: Registry | None = None, **transfer: Any) -> KVCoreError:
+    config = load_config(
+        None, {"cache.memory": "64KiB", **{f"transfer.{key}": value for key, value in transfer.items()}}
+    )
+    with pytest.raises(kind) as caught:
+        KVCache.create(MODEL, config, registry or load_plugins())
+    return caught.value
+
+
+@pytest.mark.usefixtures("no_pools")
+def test_transports_and_their_options_are_refused_before_pools() -> None:
+    error = refused(ConfigError, transport="smh")
+    assert (error.fields["transport"], error.remedy) == ("smh", "did you mean 'shm'?")
+    assert refused(ConfigError, options={"copier": "inline"}).fields["option"] == "copier"
+    assert refused(ConfigError, options={"stage_bytes": 0}).fields["key"] == "transfer.options.stage_bytes"
+
+
+@pytest.mark.usefixtures("no_pools")
+@pytest.mark.parametrize(
+    "address",
+    [
+        "", "127.0.0.1:5", "tcp://127.0.0.1", "tcp://:5", "tcp://127.0.0.1:x", "tcp://127.0.0.1:-1",
+        "tcp://127.0.0.1:65536", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:*\n", "tcp://256.1.1.1:*", "tcp://nowhere:*",
+        "tcp://203.0.113.7:*", "udp://127.0.0.1:*", "inproc://x", "ipc://", "ipc:///no/such/folder/x",
+    ],
+)  # fmt: skip
+def test_addresses_are_refused_before_pools(address: str) -> None:
+    assert refused(ConfigError, bind=address).fields["key"] == "transfer.bind"
+
+
+@pytest.mark.parametrize("address", ["tcp://*:*", "tcp://0.0.0.0:0", "tcp://127.0.0.1:65535", "ipc://@x", "ipc://*"])
+def test_addresses_that_can_be_listened_on_are_taken(address: str) -> None:
+    check_bind(address)
+
+
+def test_a_port_in_use_is_left_to_whoever_serves(tmp_path: Path) -> None:
+    check_bind(f"ipc://{tmp_path}/x")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        check_bind(f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+
+
+@pytest.mark.usefixtures("no_pools")
+def test_certificates_are_read_before_pools(tmp_path: Path) -> None:
+    public, secret = zmq.auth.create_certificates(tmp_path, "a")
+    assert "cannot read" in refused(ConfigError, curve_certificate="/none", curve_peer=public).message
+    assert "no secret key" in refused(ConfigError, curve_certificate=public, curve_peer=public).message
+    assert "cannot read" in refused(ConfigError, curve_certificate=secret, curve_peer="/none").message
+
+
+@pytest.mark.usefixtures("no_pools")
+def test_a_transport_that_cannot_serve_the_pool_is_closed_and_refused() -> None:
+    made: list[Any] = []
+
+    class Picky(ShmTransport):
+        name = "picky"
+        closed = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def supports(self, device: str, layout: Any) -> Any:
+            return unsupported("no such wire")
+
+        def close(self) -> None:
+            super().close()
+            self.closed = True
+
+    registry = load_plugins()
+    registry._items["transports"]["picky"] = ("fake", Picky)
+    error = refused(UnsupportedError, registry, transport="picky")
+    assert (error.fields["reason"], [item.closed for item in made]) == ("no such wire", [True])
+    assert issubclass(Picky, Transport)
