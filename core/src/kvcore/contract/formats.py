@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from kvcore.contract.base import FULL, Support
@@ -39,6 +39,14 @@ class Format(ABC):
     def supports(self, group: LayerGroup) -> Support:
         """Whether the format can hold this group (a block that divides head_dim, …)."""
         return FULL
+
+    def sample_groups(self) -> Sequence[LayerGroup]:
+        """Layer groups that the conformance kit tries the format with; none (the default) are the kit's own.
+
+        For a format of other tensors than ``k`` and ``v`` or ``latent`` and ``rope``, of certain widths, or of spaces of
+        its own. :meth:`supports` has to accept each of them.
+        """
+        return ()
 
     @abstractmethod
     def layout(self, group: LayerGroup, *, page_size: int, shard: Shard, arena: ArenaOrder) -> Layout:

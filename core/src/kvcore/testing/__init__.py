@@ -43,7 +43,7 @@ from kvcore.testing.backups import BackupSuite  # noqa: E402
 from kvcore.testing.formats.suite import FormatSuite  # noqa: E402
 from kvcore.testing.index_spaces import IndexSpaceSuite  # noqa: E402
 from kvcore.testing.runner import Case, Check, cases_of, run, unchecked  # noqa: E402
-from kvcore.testing.sample import GROUPS, STATE_GROUPS, ThreeComponents  # noqa: E402
+from kvcore.testing.sample import GROUPS, STATE_GROUPS, ThreeComponents, groups_of  # noqa: E402
 from kvcore.testing.states import StateComponentSuite  # noqa: E402
 from kvcore.testing.transports import TransportSuite  # noqa: E402
 
@@ -59,6 +59,7 @@ __all__ = [
     "ThreeComponents",
     "TransportSuite",
     "cases_of",
+    "groups_of",
     "run",
     "unchecked",
 ]

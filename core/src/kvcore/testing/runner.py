@@ -17,12 +17,13 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from kvcore.contract import Backup, Transport
+from kvcore.contract import Backup, Format, Transport
 from kvcore.errors import IntegrityError
 from kvcore.plugins.registry import KINDS, Registry
 from kvcore.testing.backups import BackupSuite
 from kvcore.testing.formats.suite import FormatSuite
 from kvcore.testing.index_spaces import IndexSpaceSuite
+from kvcore.testing.sample import groups_of
 from kvcore.testing.states import StateComponentSuite
 from kvcore.testing.transports import TransportSuite
 
@@ -43,12 +44,14 @@ class Case:
         subject: its name.
         suite: the suite, or a subclass.
         fixtures: fixture name → what makes its value.
+        attributes: attributes of the suite, such as ``groups``.
     """
 
     kind: str
     subject: str
     suite: type
     fixtures: Mapping[str, Callable[[], Any]]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -74,7 +77,7 @@ def cases_of(registry: Registry, plugin: str) -> list[Case]:
     """Everything that a plugin registers and a suite exists for.
 
     Formats, transports and backups are constructed with the options in their class's attribute ``check_options``, a
-    mapping; without it, with none.
+    mapping; without it, with none. A format is tried with its own sample groups, if it has any.
     """
     cases = []
     spaces, states = registry.index_spaces(), {item.name: item for item in registry.state_components()}
@@ -82,10 +85,25 @@ def cases_of(registry: Registry, plugin: str) -> list[Case]:
     def options(kind: str, name: str) -> dict[str, Any]:
         return dict(getattr(registry.item(kind, name), "check_options", {}))
 
-    def add(kind: str, suite: type, fixtures: Callable[[str], dict[str, Callable[[], Any]]]) -> None:
+    def add(
+        kind: str,
+        suite: type,
+        fixtures: Callable[[str], dict[str, Callable[[], Any]]],
+        attributes: Callable[[str], dict[str, Any]] = lambda name: {},
+    ) -> None:
         for name in registry.names(kind):
             if registry.plugin_of(kind, name) == plugin:
-                cases.append(Case(kind, name, suite, {"registry": lambda: registry, **fixtures(name)}))
+                made = {"registry": lambda: registry, **fixtures(name)}
+                cases.append(Case(kind, name, suite, made, attributes(name)))
+
+    def kv_format(name: str) -> Format:
+        return registry.format(name, **options("formats", name))
+
+    def groups(name: str) -> dict[str, Any]:
+        try:
+            return {"groups": groups_of(kv_format(name))}
+        except Exception:  # noqa: BLE001 - the checks make the same calls, and report what they raise
+            return {}
 
     def transport(name: str) -> Transport:
         return registry.transport(name, **options("transports", name))
@@ -93,7 +111,7 @@ def cases_of(registry: Registry, plugin: str) -> list[Case]:
     def backup(name: str) -> Backup:
         return registry.backup(name, **options("backups", name))
 
-    add("formats", FormatSuite, lambda name: {"kv_format": lambda: registry.format(name, **options("formats", name))})
+    add("formats", FormatSuite, lambda name: {"kv_format": lambda: kv_format(name)}, groups)
     add("transports", TransportSuite, lambda name: {"new_transport": lambda: lambda: transport(name)})
     add("backups", BackupSuite, lambda name: {"new_backup": lambda: lambda: backup(name)})
     add("index_spaces", IndexSpaceSuite, lambda name: {"space": lambda: spaces[name]})
@@ -153,7 +171,7 @@ def collected() -> dict[str, type]:
 
 
 def _class(name: str, case: Case) -> type:
-    members: dict[str, Any] = {"__doc__": f"{case.kind}: {case.subject}"}
+    members: dict[str, Any] = {"__doc__": f"{case.kind}: {case.subject}", **case.attributes}
     for fixture, make in case.fixtures.items():
         members[fixture] = _fixture(fixture, make)
     return type(name, (case.suite,), members)

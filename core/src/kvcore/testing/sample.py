@@ -45,6 +45,15 @@ convolution runs over queries, keys and values; the dtypes differ within a slot.
 _BLOCK = 16
 
 
+def groups_of(kv_format: Format) -> dict[str, LayerGroup]:
+    """What a format is tried with: its :meth:`~kvcore.contract.Format.sample_groups`, or :data:`GROUPS` if it has none.
+
+    Named after their place and tensors, for the ids of checks.
+    """
+    offered = enumerate(kv_format.sample_groups())
+    return {f"{n}_{'_'.join(t.name for t in group.tensors)}": group for n, group in offered} or GROUPS
+
+
 class ThreeComponents(Format):
     """8-bit integers (component ``kv``) with an fp16 scale a block of 16 (``block_scale``), and index keys in bf16
     (``index_key``): three components that have to move together or not at all."""

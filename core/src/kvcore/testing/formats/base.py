@@ -63,4 +63,4 @@ class FormatBase:
     def view(self, subject: Registry, held: LayerGroup, arena: ArenaOrder) -> Iterator[View]:
         """A poisoned cache of the format."""
         with open_cache(subject, held, page_size=self.page_size, arena=arena) as cache:
-            yield View(cache, held)
+            yield View(cache, held, subject.index_spaces())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 
 from kvcore.contract import FULL, Format, unsupported
@@ -12,6 +14,7 @@ from kvcore.spec import LayerGroup, Shard
 from kvcore.testing.formats.base import FormatBase
 from kvcore.testing.harness import View, open_cache, skip_unsupported
 from kvcore.testing.memory import Map, element_bytes
+from kvcore.testing.sample import GROUPS
 
 
 class FormatLayout(FormatBase):
@@ -30,7 +33,15 @@ class FormatLayout(FormatBase):
         assert own & chosen, f"none of {sorted(own)} serves any group"
 
     def test_holds_some_group(self, kv_format: Format) -> None:
-        """A format that refuses every group is not checked: give the suite ``groups`` that it holds."""
+        """A format that refuses every group is not checked: give the suite ``groups`` that it holds. Its own sample groups
+        are tried, and it holds each of them."""
+        for group in kv_format.sample_groups():
+            answer = kv_format.supports(group)
+            assert answer, f"refuses a sample group of its own, {group.prefix!r}: {answer.reason}"
+            tried = group in self.groups.values() or self.groups is not GROUPS
+            assert tried, (
+                f"sample group {group.prefix!r} is not tried: set groups = groups_of({type(kv_format).__name__}())"
+            )
         refused = {name: kv_format.supports(group).reason for name, group in self.groups.items()}
         assert any(kv_format.supports(group) for group in self.groups.values()), refused
 
@@ -90,22 +101,22 @@ class FormatLayout(FormatBase):
     def test_is_the_same_every_time(
         self, layout: Layout, held: LayerGroup, arena: ArenaOrder, kv_format: Format
     ) -> None:
-        """Two processes get one fingerprint; another page size gets another."""
+        """Two processes get one fingerprint; another page size gets another, where it makes another layout."""
         same = kv_format.layout(held, page_size=self.page_size, shard=Shard(), arena=arena)
         other = kv_format.layout(held, page_size=2 * self.page_size, shard=Shard(), arena=arena)
         assert same.fingerprint() == layout.fingerprint()
-        assert other.fingerprint() != layout.fingerprint()
+        assert (other.fingerprint() == layout.fingerprint()) == (other == layout)
 
     def test_sizes_are_real(self, layout: Layout) -> None:
         """``bytes_per_token`` is what lies in memory: data and padding of the format, by component."""
         promised = layout.bytes_per_token()
         for component in layout.components:
-            real = 0
+            real = Fraction(0)
             for region in layout.regions_of(component):
                 spare = sum(f.nbytes for f in region.fields if f.kind == "alignment")
-                real += (region.unit_bytes - spare) * len(layout.layers)
-            constant = layout.regions_of(component)[0] in layout.constant_regions
-            assert promised[component] * self.page_size == (0 if constant else real), component
+                tokens = [layout.space_of_range(name).tokens_per_unit for name in region.ranges]
+                real += sum(Fraction((region.unit_bytes - spare) * len(layout.layers), n) for n in tokens if n)
+            assert promised[component] == real, component
 
     def test_layers_of_a_stage(self, layout: Layout, held: LayerGroup, arena: ArenaOrder, kv_format: Format) -> None:
         """A pipeline stage holds its own layers and no other."""
