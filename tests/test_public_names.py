@@ -7,11 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import kvcore
-from kvcore import contract
+from kvcore import contract, testing
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")])
@@ -51,9 +52,22 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
         _ = kvcore.KVCash
 
 
-def test_every_word_of_the_contract_resolves() -> None:
-    assert len(set(contract.__all__)) == len(contract.__all__)
-    assert not [name for name in contract.__all__ if not hasattr(contract, name)]
+@pytest.mark.parametrize("package", [contract, testing], ids=lambda package: package.__name__)
+def test_every_word_of_the_contract_and_of_the_kit_resolves(package: ModuleType) -> None:
+    assert len(set(package.__all__)) == len(package.__all__)
+    assert not [name for name in package.__all__ if not hasattr(package, name)]
+
+
+def test_the_kit_has_every_suite() -> None:
+    """A plugin's tests take their suites from ``kvcore.testing``, and see the values that differ where one fails."""
+    for path in Path(str(testing.__file__)).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Suite"):
+                suite = getattr(testing, node.name)
+                for base in suite.__mro__[:-1]:
+                    held = {name for name in vars(base) if name.startswith("test_")}
+                    assert not held or base.__module__.removeprefix("kvcore.testing.") in testing._KIT
 
 
 def test_only_names_about_tensors_load_torch() -> None:

@@ -10,8 +10,7 @@ import pytest
 from kvcore.contract import ModelAdapter
 from kvcore.errors import ConfigError
 from kvcore.spec import LayerGroup, ModelSpec, TensorSpec
-from kvcore.testing import Case, run
-from kvcore.testing.models import ModelAdapterSuite
+from kvcore.testing import Case, ModelAdapterSuite, run
 
 CONFIG = {"model_type": "toy", "layers": 2}
 

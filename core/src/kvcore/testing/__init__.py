@@ -31,6 +31,7 @@ _KIT = (
     "formats.layout",
     "formats.moves",
     "index_spaces",
+    "models",
     "ranks.rig",
     "ranks.child",
     "states",
@@ -42,6 +43,7 @@ for _suite in _KIT:
 from kvcore.testing.backups import BackupSuite  # noqa: E402
 from kvcore.testing.formats.suite import FormatSuite  # noqa: E402
 from kvcore.testing.index_spaces import IndexSpaceSuite  # noqa: E402
+from kvcore.testing.models import ModelAdapterSuite  # noqa: E402
 from kvcore.testing.runner import Case, Check, cases_of, run, unchecked  # noqa: E402
 from kvcore.testing.sample import GROUPS, STATE_GROUPS, ThreeComponents, groups_of  # noqa: E402
 from kvcore.testing.states import StateComponentSuite  # noqa: E402
@@ -55,6 +57,7 @@ __all__ = [
     "Check",
     "FormatSuite",
     "IndexSpaceSuite",
+    "ModelAdapterSuite",
     "StateComponentSuite",
     "ThreeComponents",
     "TransportSuite",
