@@ -24,7 +24,7 @@ from kvcore.layout import Axis, Field, Layout, SpaceSpec, UnitRange, padding, re
 
 NAMES = [
     "kv_nhd", "kv_hnd", "kv_widths", "mxfp8_flat", "mxfp8_flat_tail", "mxfp8_interleaved", "mxfp8_general_tail", "mla",
-    "dsv4", "conv_tp2",
+    "dsv4", "q8_0", "conv_tp2",
 ]  # fmt: skip
 
 BYTES_PER_TOKEN = {  # by hand: layers × heads × bytes
@@ -37,6 +37,7 @@ BYTES_PER_TOKEN = {  # by hand: layers × heads × bytes
     "mxfp8_general_tail": {"full/kv": 2 * 1 * 2 * 80, "full/block_scale": 2 * 1 * 2 * 4},  # the chunk holds 4 blocks
     "mla": {"full/kv": 3 * (16 + 8) * 2},
     "dsv4": {"csa/kv": Fraction(2 * 640, 4)},  # a compressed row every 4 tokens; the ring does not grow
+    "q8_0": {"full/kv": 3 * 2 * 2 * 2 * 34},
     "conv_tp2": {"state/conv": 0},
 }
 
@@ -50,6 +51,7 @@ UNIT_BYTES = {  # region → unit bytes
     "mxfp8_general_tail": {"k": 10240, "v": 10240, "k_scale": 512, "v_scale": 512},
     "mla": {"latent": 128, "rope": 64},
     "dsv4": {"nope": 512, "rope": 128},
+    "q8_0": {"k": 544, "v": 544},
     "conv_tp2": {"conv": 64},
 }
 

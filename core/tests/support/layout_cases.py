@@ -95,6 +95,16 @@ def dsv4(**options: Any) -> Layout:
     )
 
 
+def q8_0(*, page: int = 4, heads: int = 2, dim: int = 64, ids: Any = (), **options: Any) -> Layout:
+    """K and V in records of 34 bytes: an fp16 scale, then 32 signed bytes."""
+    lead = (Axis("slot", page), Axis("head", heads, ids=ids))
+    fields = (
+        Field("s", "fp16", "slot head block @34", (*lead, Axis("block", dim // 32, blocks=BlockOf("dim", dim, 32)))),
+        Field("x", "i8", "slot head dim//32 @34 dim%32", (*lead, Axis("dim", dim)), offset=2),
+    )
+    return paged(page, [region(n, "full/kv", fields, ranges=("pages",)) for n in ("k", "v")], **options)
+
+
 def conv(ids: Any, *, taps: int = 4, **options: Any) -> Layout:
     """A short convolution's state; channels are [key, key, value] groups, so a shard holds several id ranges."""
     channels = sum(hi - lo for lo, hi in ids)
@@ -125,6 +135,7 @@ def everything() -> dict[str, Layout]:
         ),
         "mla": mla(),
         "dsv4": dsv4(),
+        "q8_0": q8_0(),
         "conv_tp2": conv(((0, 2), (4, 6), (8, 12))),
     }
 

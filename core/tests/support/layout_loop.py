@@ -24,6 +24,8 @@ def parse(field: Any) -> list[tuple[str, int, int]]:
     """(axis, divisor, modulus) for every word of the order."""
     out = []
     for word in field.order.split(" "):
+        if word.startswith("@"):
+            continue
         left, _, modulus = word.partition("%")
         name, _, divisor = left.partition("//")
         (axis,) = [a for a in field.axes if a.name == name]
@@ -33,11 +35,15 @@ def parse(field: Any) -> list[tuple[str, int, int]]:
 
 
 def offset(field: Any, coords: dict[str, int]) -> int:
-    """Byte offset inside a unit, one digit after the other, like reading a number."""
-    number = 0
-    for name, divisor, modulus in parse(field):
-        number = number * modulus + (coords[name] // divisor) % modulus
-    return field.offset + number * ITEM[field.dtype]
+    """Byte offset inside a unit, one digit after the other, like reading a number; a record's number is worth its bytes."""
+    total, number, terms = field.offset, 0, iter(parse(field))
+    for word in field.order.split(" "):
+        if word.startswith("@"):
+            total, number = total + number * int(word[1:]), 0
+        else:
+            name, divisor, modulus = next(terms)
+            number = number * modulus + (coords[name] // divisor) % modulus
+    return total + number * ITEM[field.dtype]
 
 
 def coordinates(field: Any) -> Iterator[dict[str, int]]:

@@ -4,7 +4,8 @@ A field is a mixed radix per axis, so the byte offset of an element is a sum of 
 addressing, slices, sizes and conversions all follow from it.
 
 Axis orders are einops-like, outermost first, e.g. ``"head slot%32 slot//32 block"``. A term is ``axis``, ``axis//D``,
-``axis%M`` or ``axis//D%M``; the terms of one axis must tile it exactly.
+``axis%M`` or ``axis//D%M``; the terms of one axis must tile it exactly. ``@N`` says that what stands before it counts
+records of ``N`` bytes, of which the field has its own bytes only: ``"slot head block @34 lane"``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ Int64Array = npt.NDArray[np.int64]
 FieldKind = Literal["data", "padding", "alignment"]
 Tail = Literal["exact", "padded"]
 
+_RECORD = re.compile(r"@([1-9][0-9]{0,17})")
+_MAX_RECORDS = 8
+"""Records within records: more than any format has, and few enough for a peer's layout to be checked quickly."""
 _TERM = re.compile(r"([a-z_][a-z0-9_]*)(?://([1-9][0-9]{0,17}))?(?:%([1-9][0-9]{0,17}))?")
 
 
@@ -95,6 +99,13 @@ class Term(NamedTuple):
         if self.divisor > 1:
             coords = coords // self.divisor
         return coords % self.size if self.divisor * self.size < extent else coords
+
+
+class Records(NamedTuple):
+    """``number`` records of ``nbytes`` bytes, one behind the other."""
+
+    number: int
+    nbytes: int
 
 
 class BlockOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -183,7 +194,7 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash=
     Attributes:
         name: unique inside its region.
         dtype: storage dtype name, see :mod:`kvcore.layout.dtypes`.
-        order: physical axis order, outermost first.
+        order: physical axis order, outermost first; ``@N`` in it where the field is one of several in a record.
         axes: the logical axes; every one appears in ``order``.
         offset: bytes from the start of the unit.
         kind: ``data``; ``padding`` (bytes the format itself leaves unused); ``alignment`` (bytes only there to make
@@ -217,7 +228,7 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash=
         names = [axis.name for axis in self.axes]
         if len(set(names)) != len(names):
             raise LayoutError("axis declared twice", field=self.name, axes=names)
-        _terms(self)
+        _order(self)
 
     @property
     def itemsize(self) -> int:
@@ -227,7 +238,12 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash=
     @property
     def terms(self) -> tuple[Term, ...]:
         """Physical axes, outermost first."""
-        return _terms(self)
+        return _order(self).terms
+
+    @property
+    def records(self) -> tuple[Records, ...]:
+        """The arrays of records the field is a part of, outermost first; empty where its bytes lie together."""
+        return _order(self).records
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -236,17 +252,18 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash=
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Byte strides of :attr:`shape` (C order)."""
-        strides, step = [], self.itemsize
-        for size in reversed(self.shape):
-            strides.append(step)
-            step *= size
-        return tuple(reversed(strides))
+        """Byte strides of :attr:`shape`: C order, and from record to record where there are any."""
+        return _order(self).strides
 
     @property
     def nbytes(self) -> int:
-        """Bytes the field takes in a unit."""
+        """Bytes the field takes in a unit, those of others in its records left out."""
         return math.prod(self.shape) * self.itemsize
+
+    @property
+    def span(self) -> int:
+        """Bytes from its first to its last: :attr:`nbytes` unless it lies in records."""
+        return sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True)) + self.itemsize
 
     @property
     def logical_shape(self) -> tuple[int, ...]:
@@ -351,11 +368,55 @@ def _outside(coords: Int64Array, extent: int) -> int:
     return int(coords[(coords < 0) | (coords >= extent)].flat[0])
 
 
+class _Order(NamedTuple):
+    terms: tuple[Term, ...]
+    strides: tuple[int, ...]
+    records: tuple[Records, ...]
+
+
 @lru_cache(maxsize=4096)
-def _terms(field: Field) -> tuple[Term, ...]:
+def _order(field: Field) -> _Order:
+    words = field.order.split()
+    terms = _terms(field, [word for word in words if not _RECORD.fullmatch(word)])
+    align = max(field.alignment, field.itemsize)
+    strides: list[int] = []  # innermost first, as are the records
+    records: list[Records] = []
+    step = field.itemsize
+    for word, before in zip(reversed(words), reversed(["@", *words][: len(words)]), strict=True):
+        match = _RECORD.fullmatch(word)
+        if match is None:
+            size = terms[-1 - len(strides)].size
+            strides.append(step)
+            step *= size
+            if records:
+                records[-1] = records[-1]._replace(number=records[-1].number * size)
+            continue
+        where = {"field": field.name, "order": field.order, "term": word}
+        size = int(match[1])
+        if before.startswith("@"):
+            raise LayoutError("no axis counts these records", **where)
+        if size < step:
+            raise LayoutError("a record is smaller than what lies in it", **where, expected=step, got=size)
+        if size % align:
+            raise LayoutError(
+                "elements of a record are misaligned",
+                **where,
+                dtype=field.dtype,
+                expected=f"multiple of {align}",
+                got=size,
+                remedy='store their bytes: dtype "u8" with an axis of bytes, and view them in encode and decode',
+            )
+        records.append(Records(1, size))
+        step = size
+    if len(records) > _MAX_RECORDS:
+        raise LayoutError("records too deep", field=field.name, expected=f"at most {_MAX_RECORDS}", got=len(records))
+    return _Order(terms, tuple(reversed(strides)), tuple(reversed(records)))
+
+
+def _terms(field: Field, words: list[str]) -> tuple[Term, ...]:
     extents = {axis.name: axis.extent for axis in field.axes}
     terms = []
-    for text in field.order.split():
+    for text in words:
         match = _TERM.fullmatch(text)
         if not match or match[1] not in extents:
             raise LayoutError("bad term in axis order", field=field.name, term=text, axes=sorted(extents))

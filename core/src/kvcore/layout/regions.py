@@ -6,13 +6,13 @@ one or several *ranges*, each in an index space that says how tokens map to them
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from kvcore.errors import LayoutError, nearest
-from kvcore.layout.fields import Field, integers, items, padding, power_of_two, words
+from kvcore.layout.fields import Field, Records, integers, items, padding, power_of_two, words
 from kvcore.layout.fields import index as _index
 
 UnitKind = Literal["page", "row", "state_slot"]
@@ -76,7 +76,7 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
     Attributes:
         name: unique inside the layout.
         component: the component it moves with, e.g. ``full/kv``.
-        fields: the bytes of one unit; they cover it without holes or overlaps.
+        fields: the bytes of one unit; they cover it, and every record in it, without holes or overlaps.
         unit_bytes: bytes of one unit.
         ranges: names of the unit ranges the array is made of, in order.
     """
@@ -98,12 +98,7 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash
             raise LayoutError("a region needs distinct unit ranges", region=self.name, ranges=self.ranges)
         if not self.data_fields:
             raise LayoutError("a region needs a field that carries data", region=self.name, fields=names)
-        end = 0
-        for field in sorted(self.fields, key=lambda f: f.offset):
-            if field.offset != end:
-                what = "fields overlap" if field.offset < end else "bytes belong to no field"
-                raise LayoutError(what, region=self.name, field=field.name, expected=end, got=field.offset)
-            end = field.offset + field.nbytes
+        end = _tiled(self.name, [_Part(f.name, f.offset, f.nbytes, f.records) for f in self.fields], 0)
         if end != self.unit_bytes:
             raise LayoutError("fields do not cover the unit", region=self.name, expected=self.unit_bytes, got=end)
 
@@ -138,8 +133,54 @@ def region(
     """Build a region whose unit is padded, by a declared field, to a multiple of ``alignment`` bytes."""
     power_of_two(alignment, region=name)
     fields = tuple(fields)
-    end = max((field.offset + field.nbytes for field in fields), default=0)
+    end = max((field.offset + field.span for field in fields), default=0)
     rest = -end % alignment
     if rest:
         fields += (padding("_alignment", rest, end, alignment_only=True),)
     return Region(name, component, fields, end + rest, ranges)
+
+
+class _Part(NamedTuple):
+    """A field's bytes in one record: where they start, how many they are, and the records they are in turn in."""
+
+    field: str
+    start: int
+    nbytes: int
+    records: tuple[Records, ...]
+
+
+def _tiled(region: str, parts: Sequence[_Part], end: int) -> int:
+    """Where ``parts`` end, if they follow one another from ``end`` on without holes or overlaps.
+
+    Fields of records share their outermost ones, and fill one such record in the same way. Sizes do not matter: a peer's
+    layout is checked as fast as one's own.
+    """
+    parts = sorted(parts, key=lambda part: part.start)
+    at = 0
+    while at < len(parts):
+        field, start, nbytes, records = parts[at]
+        if start != end:
+            what = "fields overlap" if start < end else "bytes belong to no field"
+            raise LayoutError(what, region=region, field=field, expected=end, got=start)
+        if not records:
+            end, at = end + nbytes, at + 1
+            continue
+        count, size = records[0]
+        inside = []
+        while at < len(parts) and parts[at].start < end + size:
+            part = parts[at]
+            if part.records[:1] != records[:1]:
+                raise LayoutError(
+                    "fields of one record are not in the same records",
+                    region=region,
+                    field=part.field,
+                    expected=[count, size],
+                    got=list(part.records[0]) if part.records else None,
+                )
+            inside.append(part._replace(nbytes=part.nbytes // count, records=part.records[1:]))
+            at += 1
+        got = _tiled(region, inside, end)
+        if got != end + size:
+            raise LayoutError("fields do not cover their record", region=region, expected=size, got=got - end)
+        end += count * size
+    return end

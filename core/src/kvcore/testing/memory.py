@@ -26,12 +26,16 @@ POISON = 0xFF
 """Fills memory before a check: NaN in every float dtype, −1 in every integer one."""
 
 
-def element_offsets(field: Field) -> Int64Array:
-    """Byte offset inside the unit of every element of a data field: ``int64 [*logical shape]``."""
-    sizes = {axis.name: axis.size for axis in field.axes}
+def element_offsets(field: Field, *, padded: bool = False) -> Int64Array:
+    """Byte offset inside the unit of every element of a field: ``int64 [*logical shape]``; the padding of its axes is
+    among them on demand."""
+    sizes = {axis.name: max(axis.size, axis.padded if padded else 0) for axis in field.axes}
     stored = {axis.name: max(axis.size, axis.padded) for axis in field.axes}
     terms = []
     for word in field.order.split():
+        if word.startswith("@"):
+            terms.append(("", int(word[1:]), 0))
+            continue
         rest, _, modulus = word.partition("%")
         name, _, divisor = rest.partition("//")
         step = int(divisor or 1)
@@ -40,6 +44,9 @@ def element_offsets(field: Field) -> Int64Array:
     offsets = np.full(tuple(sizes.values()), field.offset, np.int64)
     stride = ITEM_BYTES[field.dtype]
     for name, step, count in reversed(terms):
+        if not name:  # the next axis outwards counts records
+            stride = step
+            continue
         offsets += places[name] // step % count * stride
         stride *= count
     return offsets

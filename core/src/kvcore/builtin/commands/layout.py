@@ -276,7 +276,7 @@ def _table(fields: Sequence[Field], styles: Sequence[str]) -> Table:
         row = (
             letter,
             name,
-            f"{field.offset:,}–{field.offset + field.nbytes - 1:,}",
+            f"{field.offset:,}–{field.offset + field.span - 1:,}",
             f"{field.nbytes:,}",
             field.dtype,
             field.order,

@@ -13,7 +13,7 @@ from kvcore.plugins.registry import Registry
 from kvcore.spec import LayerGroup, Shard
 from kvcore.testing.formats.base import FormatBase
 from kvcore.testing.harness import View, open_cache, skip_unsupported
-from kvcore.testing.memory import Map, element_bytes
+from kvcore.testing.memory import ITEM_BYTES, Map, element_bytes, element_offsets
 from kvcore.testing.sample import GROUPS
 
 
@@ -72,7 +72,8 @@ class FormatLayout(FormatBase):
             assert owners.max() <= 1, f"fields of {region.name} overlap"
             spans = np.zeros(region.unit_bytes, np.int64)
             for field in region.fields:
-                spans[field.offset : field.offset + field.nbytes] += 1
+                for byte in range(ITEM_BYTES[field.dtype]):
+                    np.add.at(spans, element_offsets(field, padded=True).reshape(-1) + byte, 1)
             assert (spans == 1).all(), f"fields of {region.name} do not tile its unit"
 
     def test_arenas_hold_every_unit_apart(self, layout: Layout) -> None:
