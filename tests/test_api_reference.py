@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from pathlib import Path
+
+from by_path import load
 
 from kvcore import contract
 
@@ -12,11 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_api_reference_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("kvcore_api_reference", ROOT / "scripts" / "api_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load(ROOT / "scripts" / "api_reference.py")
     assert (ROOT / "docs" / "api.md").read_text() == script.page(), "run: python scripts/api_reference.py"
 
 

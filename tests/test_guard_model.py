@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from by_path import load
 
 from kvcore_transformers.guard import task
 from kvcore_transformers.guard.model import LAYERS, WINDOW, make_config, weights_directory
@@ -107,9 +107,7 @@ def test_training_repeats_itself_and_the_loss_falls():
 
 def test_the_training_script_refuses_what_it_cannot_do(capsys):
     """Neither an output nor a number of steps, or both, is no request."""
-    spec = importlib.util.spec_from_file_location("kvcore_train_guard", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load(SCRIPT)
     for arguments in ([], ["--out", "x", "--steps", "1"]):
         with pytest.raises(SystemExit):
             module.main(arguments)

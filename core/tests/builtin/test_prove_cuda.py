@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,19 +10,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from by_path import load
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "prove_cuda.py"
 
 
 @pytest.fixture(scope="module")
 def prove() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prove_cuda", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load(SCRIPT)
 
 
 def setting(prove: ModuleType) -> Any:

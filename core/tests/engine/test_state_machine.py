@@ -6,24 +6,18 @@ value; the oracle folds the tokens a request should have.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from pathlib import Path
 
 import pytest
+from by_path import load
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcore.errors import CapacityError, RequestError, UnsupportedError
 
-_SPEC = importlib.util.spec_from_file_location(
-    "kvcore_test_state_machine_kit", Path(__file__).parents[1] / "support" / "state_kit.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-kit = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(kit)
+kit = load(Path(__file__).parents[1] / "support" / "state_kit.py")
 
 MAX_REQUESTS, CHECKPOINTS = 4, 2
 

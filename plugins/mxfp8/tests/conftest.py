@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from by_path import load
 
 from kvcore.contract import unsupported
 
 
 def _load(name: str) -> ModuleType:
-    path = Path(__file__).parent / "support" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"kvcore_mxfp8_test_support_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load(Path(__file__).parent / "support" / f"{name}.py")
 
 
 @pytest.fixture(scope="session")

@@ -5,26 +5,18 @@ No GPU is needed: Triton brings its assemblers. Whether the numbers are right is
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from by_path import load
 
 pytest.importorskip("triton", "3.9", reason="assembly is that of Triton 3.9, which is not installed")
 
 
 @pytest.fixture(scope="module")
 def targets() -> ModuleType:
-    path = Path(__file__).parent / "support" / "triton_targets.py"
-    spec = importlib.util.spec_from_file_location("mxfp8_triton_targets", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load(Path(__file__).parent / "support" / "triton_targets.py")
 
 
 @pytest.mark.parametrize("chip", ["sm_90", "sm_100"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from by_path import load
 
 from kvcore.config import Config
 from kvcore.engine.cache import KVCache
@@ -50,14 +49,7 @@ def _tiny_config(family: str, **changes: Any) -> Any:
 
 
 def _load(name: str) -> ModuleType:
-    path = Path(__file__).parent / "support" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"kvcore_transformers_test_support_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load(Path(__file__).parent / "support" / f"{name}.py")
 
 
 @pytest.fixture(scope="session")
