@@ -34,7 +34,8 @@ def step_rows(table: RequestTable, rows: Sequence[tuple[str, int]]) -> tuple[lis
         request = live.get(request_id)
         if request is None or request._open_step is not None or request._spoiled or request._external:
             request, decode = table.filled(request_id), False
-        count = token_count(count, request_id)
+        if type(count) is not int:
+            count = token_count(count, request_id)
         if count != 1:
             decode = False
             if count < 1:
