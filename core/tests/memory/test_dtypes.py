@@ -96,6 +96,7 @@ class Linear(Format):
     """Each head of a token scaled to the integers of its dtype: ``i8`` values, ``i16`` keys, ``u16`` for the rest."""
 
     name = "test_linear"
+    max_error = 0.01
     DTYPE: ClassVar = {"k": "i16", "v": "i8"}
 
     def supports(self, group: LayerGroup) -> Support:
@@ -144,7 +145,6 @@ class Linear(Format):
 class TestIntegers(FormatSuite):
     groups: ClassVar = {"indexed": GROUPS["indexed"], "latent": GROUPS["latent"]}
     page_size = 4
-    max_error = 0.01
 
     @pytest.fixture
     def kv_format(self) -> Format:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvcore.contract.base import FULL, Support
 from kvcore.layout import ArenaOrder, Layout
@@ -29,12 +29,18 @@ class Format(ABC):
             :meth:`kvcore.engine.step.Step.run` calls by name.
         magnitudes: smallest and largest size of a token's head (its largest value) whose values keep the format's
             precision; what is smaller may lose it, what is larger may be cut off, and nothing becomes infinite or NaN.
+        max_error: the precision: largest error of a value, relative to the largest of its token's head.
+        encodes: what :meth:`encode` and :meth:`decode` take: ``"tokens"``, each by itself, or whole ``"units"``, where
+            tokens of a unit share something, such as a scale of a channel over 32 tokens. Then no reference kernel is
+            derived from them: what writes and reads tokens are kernels of the plugin's.
     """
 
     name: ClassVar[str]
     revision: ClassVar[int] = 1
     ops: tuple[str, ...] = ("store", "load", "attend_decode", "attend_prefill", "copy_units")
     magnitudes: tuple[float, float] = (1e-6, 1e3)
+    max_error: float = 0.25
+    encodes: Literal["tokens", "units"] = "tokens"
 
     def supports(self, group: LayerGroup) -> Support:
         """Whether the format can hold this group (a block that divides head_dim, …)."""
@@ -64,6 +70,11 @@ class Format(ABC):
             ``(region, field)`` → elements ``[T, *other axes]`` in the field's storage dtype, axes in the field's
             declaration order without ``slot``, padding left out. Every data field of the layout is present but those
             of constant regions.
+
+            A format that :attr:`encodes` units is given all tokens of one or more units of every range, so T is a
+            multiple of every ``tokens_per_unit``. It returns elements ``[T / tokens_per_unit, *axes]``, all axes in
+            declaration order, of every data field in a range whose units stand for tokens. What else there is, such as
+            the newest tokens in a ring, is left out.
         """
 
     @abstractmethod

@@ -180,12 +180,20 @@ class View:
 
     Args:
         spaces: index spaces by kind; those of core by default.
+        format: of the group, where its encode and decode are the oracle.
     """
 
-    def __init__(self, cache: KVCache, group: LayerGroup, spaces: Mapping[str, IndexSpace] = BUILTIN_SPACES) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        group: LayerGroup,
+        spaces: Mapping[str, IndexSpace] = BUILTIN_SPACES,
+        format: Format | None = None,
+    ) -> None:
         self.cache = cache
         self.group = group
         self.spaces = spaces
+        self.format = format
         self.layout: Layout = cache.layouts[group.prefix]
         self.pool = cache.store.pools[group.prefix]
         self.map = Map(self.layout, {name: n for spans in self.pool.placement.ranges.values() for name, _, n in spans})
@@ -208,11 +216,17 @@ class View:
         """The kernel that serves each op that the format declares."""
         return {choice.op: choice.chosen for choice in self.cache.explain()[self.group.prefix]}
 
+    def declares(self, *ops: str) -> Support:
+        """Whether the format declares these ops."""
+        missing = [op for op in ops if op not in self.ops]
+        return unsupported(f"the format declares no op {missing[0]!r}") if missing else FULL
+
     def has(self, *ops: str) -> Support:
-        """Whether the format declares these ops, and each of its tokens has a place of its own."""
-        for op in ops:
-            if op not in self.ops:
-                return unsupported(f"the format declares no op {op!r}")
+        """Whether the format declares these ops, and each of its tokens has a place and bytes of its own."""
+        if not self.declares(*ops):
+            return self.declares(*ops)
+        if self.format is not None and self.format.encodes == "units":
+            return unsupported("the format encodes whole units")
         spec = self.layout.space_of_range(self.range)
         if self.page_size == 1 or (self.page_size > 1 and spec.unit == "page"):
             return FULL

@@ -23,7 +23,7 @@ from kvcore.contract import (
     Support,
     unsupported,
 )
-from kvcore.errors import LayoutError
+from kvcore.errors import LayoutError, UnsupportedError
 from kvcore.layout import Field, Layout
 from kvcore.memory.constants import ConstantFields
 from kvcore.memory.tensors import as_stored, from_stored, int64_tensor
@@ -82,10 +82,19 @@ class _FieldAccess:
 class _Access:
     """Rows of a pool through the format's reference.
 
-    Raises LayoutError where the format finds no bytes of a tensor that the group stores.
+    Raises LayoutError where the format finds no bytes of a tensor that the group stores, UnsupportedError for formats that
+    encode whole units.
     """
 
     def __init__(self, pool: PoolView, group: LayerGroup, format: Format) -> None:
+        if format.encodes != "tokens":
+            raise UnsupportedError(
+                "reference kernels encode and decode token by token",
+                format=format.name,
+                encodes=format.encodes,
+                group=group.prefix,
+                remedy="install kernels of the format's own, or leave the op out of Format.ops",
+            )
         self.layout = pool.layout
         self.format = format
         self.constants = ConstantFields(pool)

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, get_args
+from typing import ClassVar, NamedTuple, get_args
 
 import pytest
 
 from kvcore.contract import Format
-from kvcore.layout import ArenaOrder, Layout
+from kvcore.layout import ArenaOrder, Field, Layout, Region
 from kvcore.plugins import load_plugins, provider_of
 from kvcore.plugins.registry import Registry
 from kvcore.spec import LayerGroup, Shard
 from kvcore.testing.harness import Subject, View, open_cache, skip_unsupported
 from kvcore.testing.sample import GROUPS
+
+
+class Encoded(NamedTuple):
+    """A field that ``encode`` gives elements of, and how many tokens one stands for; its range, where it is a unit."""
+
+    region: Region
+    field: Field
+    tokens: int
+    range: str = ""
+
+    @property
+    def shape(self) -> list[int]:
+        """Shape of an element."""
+        return [axis.size for axis in self.field.axes if self.range or axis.name != "slot"]
+
+
+def encoded_fields(kv_format: Format, layout: Layout) -> list[Encoded]:
+    """Every field that ``encode`` has to give."""
+    every = [(region, field) for region in layout.moving_regions for field in region.data_fields]
+    if kv_format.encodes == "tokens":
+        return [Encoded(region, field, 1) for region, field in every]
+    sizes = {item.name: layout.space(item.space).tokens_per_unit for item in layout.ranges}
+    ranges = {region.name: next((name for name in region.ranges if sizes[name]), "") for region, _ in every}
+    return [
+        Encoded(region, field, sizes[ranges[region.name]], ranges[region.name])
+        for region, field in every
+        if ranges[region.name]
+    ]
+
+
+def encoded_together(kv_format: Format, layout: Layout) -> int:
+    """How many tokens ``encode`` takes, or a multiple: one, or units of every range."""
+    return math.lcm(*(item.tokens for item in encoded_fields(kv_format, layout)))
 
 
 class FormatBase:
@@ -22,12 +56,10 @@ class FormatBase:
     Attributes:
         groups: layer groups to try; those the format declares that it cannot hold are skipped.
         page_size: tokens a page.
-        max_error: largest error of a value, relative to the largest value of its tensor.
     """
 
     groups: ClassVar[Mapping[str, LayerGroup]] = GROUPS
     page_size: ClassVar[int] = 16
-    max_error: ClassVar[float] = 0.25
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run a check once for every group and arena order it asks for."""
@@ -60,7 +92,7 @@ class FormatBase:
         return Subject(registry, format=kv_format)
 
     @pytest.fixture
-    def view(self, subject: Registry, held: LayerGroup, arena: ArenaOrder) -> Iterator[View]:
+    def view(self, subject: Registry, held: LayerGroup, arena: ArenaOrder, kv_format: Format) -> Iterator[View]:
         """A poisoned cache of the format."""
         with open_cache(subject, held, page_size=self.page_size, arena=arena) as cache:
-            yield View(cache, held, subject.index_spaces())
+            yield View(cache, held, subject.index_spaces(), kv_format)

@@ -16,7 +16,7 @@ from kvcore.layout import ArenaOrder, Layout
 from kvcore.layout.moves import Program, run_program
 from kvcore.plugins.registry import Registry
 from kvcore.spec import LayerGroup, Shard
-from kvcore.testing.formats.base import FormatBase
+from kvcore.testing.formats.base import FormatBase, encoded_fields, encoded_together
 from kvcore.testing.formats.values import raw_elements
 from kvcore.testing.harness import View, make_rows, open_cache, pull, skip_unsupported
 from kvcore.testing.memory import POISON, Bytes, Map
@@ -77,7 +77,7 @@ class FormatMoves(FormatBase):
         stored = view.write(REQUEST, view.tokens, seed=3)
         sent = view.moved(REQUEST)
         with open_cache(subject, view.group, page_size=self.page_size, arena=target_arena) as cache:
-            target = View(cache, view.group, view.spaces)
+            target = View(cache, view.group, view.spaces, kv_format)
             done = pull(view.cache, cache, REQUEST, view.tokens)
             want = target.sizes(REQUEST)
             moved = {component: done.bytes_by_component.get(component, 0) for component in want}
@@ -114,7 +114,8 @@ class FormatMoves(FormatBase):
         wide = [
             axis.size for r in whole.moving_regions for f in r.data_fields for axis in f.axes if axis.name == "slot"
         ]
-        rows = make_rows(held, max(wide, default=1), torch.Generator().manual_seed(4))
+        tokens = max(wide, default=1) if kv_format.encodes == "tokens" else encoded_together(kv_format, whole)
+        rows = make_rows(held, tokens, torch.Generator().manual_seed(4))
         own = Map(whole, units)
         target = np.full(own.arena_bytes, POISON, np.uint8)
         want = target.copy()
@@ -152,9 +153,8 @@ def _place(arena: Bytes, places: Map, kv_format: Format, rows: dict[str, torch.T
     """Write encoded rows into the slots of one unit of every region, by the kit's own addresses."""
     raw = raw_elements(kv_format.encode(places.layout, rows))
     for layer in places.layout.layers:
-        for region in places.layout.moving_regions:
-            for field in region.data_fields:
-                slots = range(field.axis("slot").size) if field.has_axis("slot") else [None]
-                for slot in slots:
-                    where = places.element(layer, region.name, field, places.ids[region.name][1], slot)
-                    arena[where] = raw[region.name, field.name][slot or 0]
+        for region, field, _, unit in encoded_fields(kv_format, places.layout):
+            slots = range(field.axis("slot").size) if field.has_axis("slot") and not unit else [None]
+            for slot in slots:
+                where = places.element(layer, region.name, field, places.ids[region.name][1], slot)
+                arena[where] = raw[region.name, field.name][slot or 0]

@@ -14,5 +14,5 @@ class FormatSuite(FormatLayout, FormatBytes, FormatCodec, FormatAttention, Forma
     over them, and that every component moves.
 
     Override the fixture ``kv_format``; where the plugin brings kernels of its own, also ``registry``. The attributes
-    ``groups``, ``page_size``, ``max_error`` and ``attention_error`` say what it is tried with.
+    ``groups``, ``page_size`` and ``attention_error`` say what it is tried with.
     """

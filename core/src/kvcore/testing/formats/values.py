@@ -11,8 +11,8 @@ import torch
 from kvcore.contract import DONE, FULL, Format, unsupported
 from kvcore.layout import Layout
 from kvcore.spec import LayerGroup
-from kvcore.testing.formats.base import FormatBase
-from kvcore.testing.harness import View, make_rows, skip_unsupported
+from kvcore.testing.formats.base import FormatBase, encoded_fields, encoded_together
+from kvcore.testing.harness import View, make_rows, skip_unsupported, widest_unit
 from kvcore.testing.memory import ITEM_BYTES, POISON, Bytes
 
 Elements = Mapping[tuple[str, str], torch.Tensor]
@@ -30,23 +30,23 @@ class FormatBytes(FormatBase):
     """Values and bytes."""
 
     @pytest.fixture
-    def rows(self, held: LayerGroup) -> dict[str, torch.Tensor]:
-        """Seven tokens of every tensor."""
-        return make_rows(held, 7, torch.Generator().manual_seed(7))
+    def rows(self, layout: Layout, held: LayerGroup, kv_format: Format) -> dict[str, torch.Tensor]:
+        """Seven tokens of every tensor, or as many of what is encoded together."""
+        return make_rows(held, 7 * encoded_together(kv_format, layout), torch.Generator().manual_seed(7))
 
     def test_encodes_every_field(self, layout: Layout, kv_format: Format, rows: dict[str, torch.Tensor]) -> None:
         """One element for every place of every data field, in its dtype, and nothing besides."""
         raw = raw_elements(kv_format.encode(layout, rows))
-        want = {(r.name, f.name): f for r in layout.moving_regions for f in r.data_fields}
+        want = {(item.region.name, item.field.name): item for item in encoded_fields(kv_format, layout)}
         assert set(raw) == set(want)
-        for key, field in want.items():
-            shape = [axis.size for axis in field.axes if axis.name != "slot"]
-            assert list(raw[key].shape) == [7, *shape, ITEM_BYTES[field.dtype]], key
+        tokens = 7 * encoded_together(kv_format, layout)
+        for key, item in want.items():
+            assert list(raw[key].shape) == [tokens // item.tokens, *item.shape, ITEM_BYTES[item.field.dtype]], key
 
     def test_decodes_what_it_encodes(
         self, layout: Layout, held: LayerGroup, kv_format: Format, rows: dict[str, torch.Tensor]
     ) -> None:
-        """Every tensor comes back, within ``max_error``, in the dtype asked for."""
+        """Every tensor comes back, within :attr:`kvcore.contract.Format.max_error`, in the dtype asked for."""
         for dtype in (torch.float32, torch.bfloat16):
             back = kv_format.decode(layout, kv_format.encode(layout, rows), dtype)
             assert set(back) == {tensor.name for tensor in held.tensors}
@@ -54,15 +54,19 @@ class FormatBytes(FormatBase):
                 assert back[name].dtype == dtype
                 assert back[name].shape == values.shape
                 error = (back[name].float() - values).abs().max() / values.abs().max()
-                assert float(error) <= self.max_error, name
+                assert float(error) <= kv_format.max_error, name
 
     def test_tokens_are_encoded_apart(self, layout: Layout, kv_format: Format, rows: dict[str, torch.Tensor]) -> None:
-        """What else is in the batch changes no byte of a token; an empty batch encodes to nothing."""
-        together = raw_elements(kv_format.encode(layout, rows))
-        for token in (0, 6):
-            alone = raw_elements(kv_format.encode(layout, {n: v[token : token + 1] for n, v in rows.items()}))
-            for key in together:
-                np.testing.assert_array_equal(alone[key][0], together[key][token])
+        """What else is in the batch changes no byte of a token, or of a unit where whole units are encoded: no scale spans
+        units. An empty batch encodes to nothing."""
+        every = raw_elements(kv_format.encode(layout, rows))
+        count = encoded_together(kv_format, layout)
+        for n in (0, 6):
+            part = {name: values[n * count : (n + 1) * count] for name, values in rows.items()}
+            alone = raw_elements(kv_format.encode(layout, part))
+            for key, values in every.items():
+                size = len(values) // 7
+                np.testing.assert_array_equal(alone[key], values[n * size : (n + 1) * size], str(key))
         nothing = kv_format.encode(layout, {name: values[:0] for name, values in rows.items()})
         assert all(values.shape[0] == 0 for values in nothing.values())
 
@@ -74,17 +78,18 @@ class FormatBytes(FormatBase):
         for key in want:
             np.testing.assert_array_equal(got[key], want[key])
 
-    def test_zero_bytes_are_zero(self, layout: Layout, held: LayerGroup, kv_format: Format) -> None:
+    def test_zero_bytes_are_zero(self, layout: Layout, kv_format: Format, rows: dict[str, torch.Tensor]) -> None:
         """Memory that was never written holds zeros, and reads as exactly 0."""
-        zeros = {
-            key: torch.zeros_like(values)
-            for key, values in kv_format.encode(layout, make_rows(held, 2, torch.Generator().manual_seed(1))).items()
-        }
+        zeros = {key: torch.zeros_like(values) for key, values in kv_format.encode(layout, rows).items()}
         for name, values in kv_format.decode(layout, zeros, torch.float32).items():
             assert not values.any(), name
 
     def test_stores_the_bytes_it_declares(self, view: View, kv_format: Format) -> None:
-        """After a store through the chosen kernel, every declared address holds the reference's element."""
+        """After a store through the chosen kernel, every declared address holds the reference's element: of every token,
+        or of every unit whose tokens are all there."""
+        if kv_format.encodes == "units":
+            self._stores_units(view, kv_format)
+            return
         view.needs("store")
         tokens, page = view.tokens, view.page_size
         view.cache.admit("a", tokens)
@@ -99,6 +104,22 @@ class FormatBytes(FormatBase):
                             got = view.stored(layer, region.name, field, slots[token])
                             want = raw[region.name, field.name][token]
                             np.testing.assert_array_equal(got, want, f"{region.name}.{field.name} of {token}")
+
+    def _stores_units(self, view: View, kv_format: Format) -> None:
+        """Tokens of a unit come in two steps."""
+        skip_unsupported(view.declares("store"), "store")
+        whole = 2 * encoded_together(kv_format, view.layout)
+        view.cache.admit("a", whole + 1)
+        steps = [view.write("a", count, seed=count) for count in (3, whole - 2)]
+        for layer in view.layout.layers:
+            rows = {name: torch.cat([step[layer][name] for step in steps])[:whole] for name in steps[0][layer]}
+            raw = raw_elements(kv_format.encode(view.layout, rows))
+            for region, field, tokens, name in encoded_fields(kv_format, view.layout):
+                for n, unit in enumerate(view.tables("a")[name][: whole // tokens]):
+                    if unit != view.null(name):
+                        got = view.arena[view.map.element(layer, region.name, field, unit, None)]
+                        want = raw[region.name, field.name][n]
+                        np.testing.assert_array_equal(got, want, f"{region.name}.{field.name} of unit {n}")
 
     def test_loads_what_it_stored(self, view: View, kv_format: Format) -> None:
         """The chosen kernels decode what the reference decodes, whatever the order of the slots."""
@@ -116,10 +137,11 @@ class FormatBytes(FormatBase):
 
     def test_touches_nothing_else(self, view: View) -> None:
         """A store changes the units of its request and no other byte; null units stay zero."""
-        view.needs("store")
+        skip_unsupported(view.declares("store"), "store")
         before = view.arena.copy()
-        view.cache.admit("a", view.page_size + 1)
-        view.write("a", view.page_size + 1, seed=3)
+        tokens = widest_unit(view.layout) + 1
+        view.cache.admit("a", tokens)
+        view.write("a", tokens, seed=3)
         mine = np.zeros(view.arena.nbytes, bool)
         for name, units in view.tables("a").items():
             for region in view.layout.regions:
@@ -162,7 +184,7 @@ class FormatBytes(FormatBase):
 
     def test_released_rows(self, view: View) -> None:
         """A request that is released inside a step writes nothing more: its slots are −1."""
-        view.needs("store")
+        skip_unsupported(view.declares("store"), "store")
         view.cache.admit("a", 4)
         with view.cache.begin([("a", 4)]) as step:
             view.cache.release("a")
