@@ -17,7 +17,6 @@ from kvcore.testing import BackupSuite, FormatSuite, IndexSpaceSuite, StateCompo
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "conformance.md").read_text()
-NVFP4 = ROOT / "examples" / "kvcore-nvfp4"
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/pyproject.toml"))
 
 USE = """
@@ -81,7 +80,7 @@ def run(site: Path, *args: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", [NVFP4], ids=plugin_of)
+@pytest.mark.parametrize("example", EXAMPLES, ids=plugin_of)
 def test_it_passes_the_kit(installed: Path, example: Path) -> None:
     name = plugin_of(example)
     report = json.loads(run(installed, "-m", "kvcore.cli.main", "check", name, "--json"))
@@ -90,7 +89,7 @@ def test_it_passes_the_kit(installed: Path, example: Path) -> None:
     assert report["subjects"][0]["passed"] > 50
     checks = {check["check"].partition("[")[0] for check in report["checks"] if check["outcome"] == "passed"}
     assert {"test_arrives_at_another_cache", "test_comes_back_from_retraction_bit_for_bit"} <= checks
-    assert not report["without_a_suite"]
+    assert set(report["without_a_suite"]) <= {"kernels"}
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import torch
 
 from kvcore import KVCache, LayerGroup, ModelSpec, Shard, TensorSpec, load_config, load_plugins
 from kvcore.contract import AttendParams
-from kvcore.errors import UnsupportedError
 from kvcore_kivi2.format import Kivi2
 
 LAYERS, HEADS, QUERY_HEADS = (2, 5), 2, 6
@@ -349,5 +348,19 @@ def test_a_cache_of_another_kind_is_refused() -> None:
         answer = fmt.supports(LayerGroup("full", (0,), tensors, num_query_heads=2, space=space))
         assert not answer
         assert reason in answer.reason
-    with pytest.raises(UnsupportedError, match="by itself"):
-        fmt.encode(fmt.layout(SPEC, page_size=16, shard=Shard(), arena="page_major"), {})
+
+
+def test_whole_groups_are_encoded_to_the_bit() -> None:
+    fmt = Kivi2()
+    layout = fmt.layout(SPEC, page_size=16, shard=Shard(), arena="page_major")
+    generator = torch.Generator().manual_seed(5)
+    rows = {name: 3 * torch.randn(96, HEADS, width, generator=generator) for name, width in WIDTHS.items()}
+    rows["k"][:, 0, 7] = 2.5  # a run of one value
+    exact = Sequence({name: values.half().numpy() for name, values in rows.items()})
+    encoded = fmt.encode(layout, rows)
+    for name in WIDTHS:
+        for n in range(3):
+            for part, want in exact.group(name, n).items():
+                np.testing.assert_array_equal(encoded[part, "x"][n].numpy(), want, part)
+    for name, values in fmt.decode(layout, encoded, torch.float64).items():
+        np.testing.assert_allclose(values[:64].numpy(), exact.read(name, 96)[:64], rtol=1e-6, atol=1e-6)

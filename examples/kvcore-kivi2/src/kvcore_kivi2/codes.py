@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 
 LEVELS = 4
+RUN = 32
+"""Values that share a scale."""
 LARGEST = 65504.0
 """Largest fp16 number."""
 _SHIFTS = (0, 2, 4, 6)
@@ -44,9 +46,33 @@ def dequantise(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> 
     return _unpack(codes).float() * scale.float()[..., None] + zero.float()[..., None]
 
 
+def encode_groups(rows: torch.Tensor, *, keys: bool) -> Quantised:
+    """Quantise rows ``[32 N, H, D]``, a channel of a key over a group and 32 channels of a value of a token together.
+
+    Returns what is stored: codes of keys ``[N, H, D, 8]`` and of values ``[N, H, 32, D / 4]``; scales and zero points of
+    keys ``[N, H, D]`` and of values ``[N, H, 32, D / 32]``.
+    """
+    groups = to_fp16(rows).reshape(len(rows) // RUN, RUN, *rows.shape[1:])
+    if keys:
+        return quantise(groups.permute(0, 2, 3, 1))
+    runs = groups.permute(0, 2, 1, 3)
+    found = quantise(runs.reshape(*runs.shape[:-1], rows.shape[-1] // RUN, RUN))
+    return found._replace(codes=found.codes.flatten(-2))
+
+
+def decode_groups(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, *, keys: bool) -> torch.Tensor:
+    """The rows of :func:`encode_groups` as fp32 ``[32 N, H, D]``."""
+    if keys:
+        values = dequantise(codes, scale, zero).permute(0, 3, 1, 2)
+    else:
+        runs = codes.reshape(*scale.shape, codes.shape[-1] // scale.shape[-1])
+        values = dequantise(runs, scale, zero).flatten(-2).permute(0, 2, 1, 3)
+    return values.flatten(0, 1)
+
+
 def _pack(codes: torch.Tensor) -> torch.Tensor:
     """Four codes a byte, the first in the lowest bits."""
-    quads = codes.reshape(*codes.shape[:-1], -1, len(_SHIFTS))
+    quads = codes.reshape(*codes.shape[:-1], codes.shape[-1] // len(_SHIFTS), len(_SHIFTS))
     packed = quads[..., 0].clone()
     for n, shift in enumerate(_SHIFTS[1:], 1):
         packed |= quads[..., n] << shift

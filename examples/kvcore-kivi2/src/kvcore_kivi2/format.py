@@ -8,7 +8,7 @@ quantised, so the newest tokens stay as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvcore.contract import (
     FULL,
@@ -29,7 +29,7 @@ from kvcore.contract import (
     region,
     unsupported,
 )
-from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,8 @@ RING = NEWEST + GROUP
 
 RECENT = "recent"
 GROUPS = "groups"
+PARTS = ("", "_scale", "_zero")
+"""Regions of a tensor's groups, after its name."""
 
 
 class Kivi2(Format):
@@ -57,6 +59,9 @@ class Kivi2(Format):
     """
 
     name: ClassVar[str] = "kivi2"
+    encodes: Literal["tokens", "units"] = "units"
+    max_error = 1 / 3  # of a run whose values are as far below zero as above, half a step
+    magnitudes = (1e-3, 1e3)  # below, scales have too few bits in fp16
     ops: tuple[Op, ...] = ("store", "attend_decode", "attend_prefill", "copy_units")
 
     def supports(self, group: LayerGroup) -> Support:
@@ -71,6 +76,14 @@ class Kivi2(Format):
             if tensor.head_dim % BLOCK:
                 return unsupported(f"head_dim {tensor.head_dim} of {tensor.name!r} is not a multiple of {BLOCK}")
         return FULL
+
+    def sample_groups(self) -> tuple[LayerGroup, ...]:
+        """Heads that share keys, and keys and values of unequal width."""
+        equal, unequal = ((TensorSpec("k", 2, wide), TensorSpec("v", 2, BLOCK)) for wide in (BLOCK, 2 * BLOCK))
+        return (
+            LayerGroup("full", (0, 1, 3), equal, num_query_heads=4),
+            LayerGroup("full", (0,), unequal, num_query_heads=2, role="draft"),
+        )
 
     def layout(self, group: LayerGroup, *, page_size: int, shard: Shard, arena: ArenaOrder) -> Layout:
         """Describe the bytes. A group is a unit whatever the page size."""
@@ -93,14 +106,25 @@ class Kivi2(Format):
         )
 
     def encode(self, layout: Layout, rows: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
-        """Refused: a token by itself has no bytes."""
-        raise UnsupportedError("a token of kivi2 cannot be encoded by itself", remedy="store it through a step")
+        """Quantise whole groups of 32 tokens."""
+        from kvcore_kivi2.codes import encode_groups  # here, so that sizing works without torch
+
+        return {
+            (name + part, "x"): elements
+            for name, values in rows.items()
+            for part, elements in zip(PARTS, encode_groups(values, keys=name == "k"), strict=True)
+        }
 
     def decode(
         self, layout: Layout, elements: Mapping[tuple[str, str], torch.Tensor], dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Refused: a token by itself has no bytes."""
-        raise UnsupportedError("a token of kivi2 cannot be decoded by itself", remedy="attend over it in a step")
+        """Whole groups of 32 tokens."""
+        from kvcore_kivi2.codes import decode_groups
+
+        return {
+            name: decode_groups(*(elements[name + part, "x"] for part in PARTS), keys=name == "k").to(dtype)
+            for name in ("k", "v")
+        }
 
 
 def _regions(group: LayerGroup, tensor: TensorSpec, shard: Shard) -> list[Region]:

@@ -25,8 +25,8 @@ from kvcore.contract import (
     Support,
     unsupported,
 )
-from kvcore_kivi2.codes import dequantise, quantise, to_fp16
-from kvcore_kivi2.format import BLOCK, CODES_PER_BYTE, GROUP, GROUPS, NEWEST, RECENT, RING
+from kvcore_kivi2.codes import decode_groups, encode_groups, to_fp16
+from kvcore_kivi2.format import GROUP, GROUPS, NEWEST, PARTS, RECENT, RING
 
 TENSORS = ("k", "v")
 
@@ -56,26 +56,14 @@ class _Pool:
 
     def write(self, layer: int, name: str, units: torch.Tensor, rows: torch.Tensor) -> None:
         """Quantise whole groups: fp16 ``rows [N, 32, H, D]`` into ``units [N]``."""
-        runs = rows.permute(0, 2, 3, 1) if name == "k" else _cut(rows.permute(0, 2, 1, 3), BLOCK)
-        found = quantise(runs)
-        codes = found.codes if name == "k" else found.codes.flatten(-2)
-        for region, values in ((name, codes), (f"{name}_scale", found.scale), (f"{name}_zero", found.zero)):
-            self._fields[layer, region][units] = values
+        for part, values in zip(PARTS, encode_groups(rows.flatten(0, 1), keys=name == "k"), strict=True):
+            self._fields[layer, name + part][units] = values
 
     def read(self, layer: int, name: str, units: torch.Tensor) -> torch.Tensor:
         """The groups of ``units [R, N]`` as fp32 ``[R, H, N * 32, D]``."""
-        codes, scale, zero = (self._fields[layer, name + part][units] for part in ("", "_scale", "_zero"))
-        if name == "k":  # [R, N, H, D, 32]
-            values = dequantise(codes, scale, zero).permute(0, 2, 1, 4, 3)
-        else:  # [R, N, H, 32, blocks, 32]
-            runs = dequantise(_cut(codes, BLOCK // CODES_PER_BYTE), scale, zero)
-            values = runs.flatten(-2).permute(0, 2, 1, 3, 4)
-        return values.flatten(2, 3)
-
-
-def _cut(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Cut the last axis into runs: ``[*, N]`` as ``[*, N / size, size]``."""
-    return values.reshape(*values.shape[:-1], values.shape[-1] // size, size)
+        stored = (self._fields[layer, name + part][units.flatten()] for part in PARTS)
+        rows = decode_groups(*stored, keys=name == "k")
+        return rows.reshape(len(units), units.shape[1] * GROUP, *rows.shape[1:]).transpose(1, 2)
 
 
 @dataclass(frozen=True)
