@@ -67,7 +67,7 @@ def test_a_subject_that_cannot_be_made_is_a_failure() -> None:
 
 def test_the_users_pytest_options_do_not_hide_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing_at_all --collect-only")
-    assert len(run([GOOD])) == 7
+    assert len(run([GOOD])) == 8
 
 
 def test_a_suite_without_checks_is_an_error() -> None:
@@ -103,7 +103,7 @@ def test_the_command_fails_where_a_check_does(
     assert rows["sequence"] == {
         "suite": "index_spaces",
         "subject": "sequence",
-        "passed": 7,
+        "passed": 8,
         "failed": 0,
         "skipped": 0,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -23,7 +23,7 @@ def test_spaces_pass() -> None:
     cases = [Case("index_spaces", kind.kind, IndexSpaceSuite, {"space": kind}) for kind in (SequenceSpace, WindowSpace)]
     checks = run(cases)
     assert {check.outcome for check in checks} == {"passed"}
-    assert len(checks) == 2 * 7
+    assert len(checks) == 2 * 8
 
 
 def test_a_partial_unit_that_is_never_final() -> None:
@@ -62,6 +62,22 @@ def test_an_empty_unit_after_whole_pages() -> None:
             return length // spec.tokens_per_unit + 1
 
     assert red_space("test_units_grow_with_length", Mutant)
+
+
+def test_a_needed_unit_that_is_never_final() -> None:
+    class Mutant(WindowSpace):
+        def needed_units(self, spec: SpaceSpec, length: int) -> Sequence[tuple[int, int]]:
+            return ((0, self.num_units(spec, length)),)
+
+    assert red_space("test_what_is_needed_moves", Mutant)
+
+
+def test_needed_units_that_overlap() -> None:
+    class Mutant(SequenceSpace):
+        def needed_units(self, spec: SpaceSpec, length: int) -> Sequence[tuple[int, int]]:
+            return ((0, self.num_units(spec, length)),) * 2
+
+    assert red_space("test_what_is_needed_moves", Mutant)
 
 
 def test_dead_units_that_come_back() -> None:

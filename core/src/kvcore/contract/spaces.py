@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from kvcore.layout import SpaceSpec
@@ -36,6 +37,22 @@ class IndexSpace(ABC):
         of a prompt every unit that is live at the end is listed exactly once; what falls dead before the end may be
         left out.
         """
+
+    def needed_units(self, spec: SpaceSpec, length: int) -> Sequence[tuple[int, int]]:
+        """Logical units that a query at position ``length`` may read, as ``[lo, hi)``, ascending and apart.
+
+        Of the final units these are sent with the last chunk, and saved by a retraction. By default all from
+        :meth:`first_live` on.
+        """
+        return ((self.first_live(spec, length), self.num_units(spec, length)),)
+
+    def arrived_reach(self, spec: SpaceSpec, length: int) -> int:
+        """The length to ask :meth:`can_rewind` about where a transfer or restore filled the first ``length`` tokens.
+
+        More than ``length`` where something older than :meth:`needed_units` would be needed to go back: what did not arrive
+        counts as overwritten.
+        """
+        return length
 
     def evict_before(self, spec: SpaceSpec, length: int) -> int:
         """Logical units below this one are given back at ``length`` tokens; at most :meth:`first_live`, the default.

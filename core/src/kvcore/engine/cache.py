@@ -35,7 +35,6 @@ from kvcore.layout import Int64Array
 from kvcore.plugins import Registry
 from kvcore.plugins.dispatch import KernelChoice
 from kvcore.requests.manager import ManagerStats, Request
-from kvcore.requests.spaces import slots_held
 from kvcore.retraction.retractor import RetractionHandle, RetractionStats
 from kvcore.spec import ModelSpec, Ranks, Shard
 from kvcore.transfer.messages.manifest import Manifest, new_instance
@@ -238,9 +237,7 @@ class KVCache(Unique):
         if group not in self.layouts:
             raise ConfigError("no such layer group", group=group, remedy=nearest(group, self.layouts))
         name = range_name or self.layouts[group].token_range
-        units, length = self.manager.units(request_id, group, name), self.length(request_id)
-        spec = self.layouts[group].space_of_range(name)
-        return slots_held(units, self.store.pools[group].first_unit(name), spec, length, start, stop)
+        return self.manager.slots(request_id, group, name, start, stop)
 
     @in_turn
     def joint_prefix(self, request_id: str, at_most: int) -> int:

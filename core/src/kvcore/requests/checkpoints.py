@@ -52,6 +52,7 @@ def roll_back(ranges: RangeSet, request: Request, length: int) -> None:
             request._tables[key] = kept[key].copy()
         else:
             request._tables[key] = shorten(part, table, part.num_units(length))
+        request.wrote(key, request.reach(key, length), length)
     drop(ranges, request, [other for other in request._checkpoints if other > length])
     request._length = request._reserved = length
     request._spoiled = False

@@ -12,11 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kvcore.contract import IndexSpace, Unique
-from kvcore.errors import (
-    ConfigError,
-    EmptyPromptError,
-    RequestError,
-)
+from kvcore.errors import ConfigError, EmptyPromptError, RequestError
 from kvcore.layout import Int64Array
 from kvcore.requests import checkpoints
 from kvcore.requests.counts import ManagerStats, RangeStats, count_units
@@ -32,6 +28,7 @@ from kvcore.requests.rules import (
     demand_step_fits,
     joint_prefix,
 )
+from kvcore.requests.spaces import slots_held
 from kvcore.requests.stepplan import StepPlan, StepRow
 from kvcore.requests.steps import StepBook, step_rows
 from kvcore.requests.table import RangeKey, Request, RequestTable, demand_filled, token_count
@@ -84,6 +81,12 @@ class Manager(Unique):
         """Region unit ids of a request by logical unit, a copy ``int64 [N]``; dead units are the null unit."""
         return self._requests.get(request_id)._tables[self._ranges.find(group, range).key].copy()
 
+    def slots(self, request_id: str, group: str, range: str, start: int, stop: int) -> Int64Array:
+        """Where the tokens ``[start, stop)`` of a request are now: :func:`kvcore.requests.spaces.slots_held`."""
+        request, part = self._requests.get(request_id), self._ranges.find(group, range)
+        lost = () if part.exact else request.overwritten(part.key)
+        return slots_held(request._tables[part.key], part.null, part.spec, request._length, start, stop, lost)
+
     def free_units(self, group: str, range: str) -> Int64Array:
         """Every allocatable unit id now, ascending: what a test may fill with poison."""
         return self._ranges.find(group, range).allocator.free_units()
@@ -91,10 +94,11 @@ class Manager(Unique):
     def payloads(
         self, request_id: str, start: int, stop: int, *, last: bool, total: int | None = None
     ) -> tuple[Payload, ...]:
-        """Units that became final when the cache grew from ``start`` to ``stop`` tokens: one payload per unit range.
+        """Units that became final when the cache grew from ``start`` to ``stop`` tokens: one payload per unit range, and
+        two of a ring whose rows pass its end.
 
-        Called once per chunk with adjoining chunks it lists every unit once; ``(0, length, last=True)`` lists all a
-        request holds. A payload without units is legal. RequestError outside ``0 <= start <= stop <= reserved``, and
+        Called once per chunk with adjoining chunks it lists every unit once; ``(0, length, last=True)`` lists all that a
+        request needs to go on elsewhere. A payload without units is legal. RequestError outside ``0 <= start <= stop <= reserved``, and
         for units that no step has reached yet.
 
         Args:
@@ -189,7 +193,8 @@ class Manager(Unique):
         for key, part in self._ranges.items():
             kept = request._checkpoints.get(prefix_tokens, {})
             table = kept.get(key, request._tables[key])[: part.num_units(prefix_tokens)].copy()
-            fork.wrote(key, request.reach(key))
+            fork._written[key] = request.overwritten(key)
+            fork.wrote(key, request.reach(key, prefix_tokens), prefix_tokens)
             table[: part.evict_before(prefix_tokens)] = part.null
             part.allocator.retain(part.real(table))
             fork._tables[key] = table
@@ -235,6 +240,8 @@ class Manager(Unique):
                 reserved=request._reserved,
             )
         demand_live(self._ranges, request, length)
+        for key, part in self._ranges.items():
+            request.wrote(key, part.space.arrived_reach(part.spec, length), length)
         request._length = length
         return request
 
@@ -250,6 +257,7 @@ class Manager(Unique):
         self._end_filling(request, length)
         for key, part in self._ranges.items():
             request._tables[key] = checkpoints.shorten(part, request._tables[key], part.num_units(length))
+            request.wrote(key, request.reach(key, length), length)
         checkpoints.drop(self._ranges, request, [other for other in request._checkpoints if other > length])
         request._length = request._reserved = length
         return request
@@ -433,5 +441,7 @@ class Manager(Unique):
         for key, part in self._ranges.items():
             table = request._tables[key]
             # What the transfer did not fill still holds bytes of earlier owners.
-            part.mark(part.real(table[part.arriving(request._length)[1] :]), unwritten=True)
+            untouched = np.arange(len(table)) >= part.first_live(request._length)
+            untouched[part.arriving(request._length)] = False
+            part.mark(part.real(table[untouched]), unwritten=True)
             part.evict(table, part.evict_before(length))  # it may have been filled past what was reserved at first

@@ -26,6 +26,17 @@ def is_exact(space: IndexSpace, spec: SpaceSpec) -> bool:
     return not space.can_rewind(spec, 2, 1)
 
 
+def moving_parts(space: IndexSpace, spec: SpaceSpec, length: int) -> list[tuple[int, int]]:
+    """Logical units ``[lo, hi)``, ascending and apart, that move with a request of ``length`` tokens."""
+    return clip(space.final_units(spec, 0, length, last=True), space.needed_units(spec, length))
+
+
+def clip(units: tuple[int, int], parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What of the logical units ``[lo, hi)`` lies in ``parts``."""
+    found = [(max(units[0], lo), min(units[1], hi)) for lo, hi in parts]
+    return [(lo, hi) for lo, hi in found if lo < hi]
+
+
 def join(parts: Sequence[Int64Array]) -> Int64Array:
     """Concatenate id arrays; no parts give an empty one."""
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -216,10 +227,9 @@ class ManagedRange:
             return end
         return max(self.num_units(length), min(end, self.evict_before(length) + self.per_request))
 
-    def arriving(self, length: int) -> tuple[int, int]:
-        """Logical units ``[lo, hi)`` that a transfer or restore of ``length`` tokens fills."""
-        lo, hi = self.space.final_units(self.spec, 0, length, last=True)
-        return max(lo, self.first_live(length)), hi
+    def arriving(self, length: int) -> Int64Array:
+        """Logical units that a transfer or restore of ``length`` tokens fills, ascending."""
+        return join([np.arange(lo, hi) for lo, hi in moving_parts(self.space, self.spec, length)])
 
     def real(self, ids: Int64Array) -> Int64Array:
         """``ids`` without the null unit."""

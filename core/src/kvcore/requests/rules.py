@@ -108,13 +108,13 @@ def demand_reversible(
     for key, part in ranges.items():
         if part.exact and speculative:
             continue
-        reach = length if part.exact or request is None else max(length, request.reach(key))
+        reach = length if part.exact or request is None else max(length, request.reach(key, to))
         if not part.rewinds(reach, to):
             raise _not_at(part, request_id, length, to)
 
 
 def _serves(part: ManagedRange, request: Request, to: int) -> bool:
-    return part.rewinds(request._length if part.exact else request.reach(part.key), to)
+    return part.rewinds(request._length if part.exact else request.reach(part.key, to), to)
 
 
 def _not_at(part: ManagedRange, request_id: str, length: int, to: int) -> UnsupportedError:

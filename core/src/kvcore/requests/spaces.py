@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -115,7 +115,8 @@ class RingSpace(IndexSpace):
     given to a request, so that kernels may read it for rows that are padding.
 
     Options: ``ring``, the rows; ``window`` (``ring`` by default), the tokens that a query sees, itself included. What
-    the ring has more is how many rejected tokens it survives.
+    the ring has more is how many rejected tokens it survives. Elsewhere a request needs the rows of its window alone, and
+    goes back no further than to where it arrived.
     """
 
     kind: ClassVar[str] = "ring"
@@ -140,6 +141,20 @@ class RingSpace(IndexSpace):
         _start(start, stop)
         return 0, min(stop, spec.option("ring")) if last else 0
 
+    def needed_units(self, spec: SpaceSpec, length: int) -> Sequence[tuple[int, int]]:
+        """The rows of the ``window - 1`` newest tokens: in two parts where they pass the end of the ring."""
+        ring = spec.option("ring")
+        oldest = self._oldest(spec, _tokens(length))
+        first, last = oldest % ring, length % ring
+        if oldest == length:
+            return ()
+        return ((first, last),) if first < last else tuple(part for part in ((0, last), (first, ring)) if part[1])
+
+    def arrived_reach(self, spec: SpaceSpec, length: int) -> int:
+        """As if all older tokens than those of the window had been overwritten."""
+        oldest = self._oldest(spec, _tokens(length))
+        return max(length, oldest + spec.option("ring")) if oldest else length
+
     def reserved_units(self, spec: SpaceSpec) -> int:
         """A whole ring: state slot 0."""
         return spec.option("ring")
@@ -147,8 +162,11 @@ class RingSpace(IndexSpace):
     def can_rewind(self, spec: SpaceSpec, length: int, to: int) -> bool:
         """Whether no token that a query at ``to`` sees has been overwritten."""
         ring = spec.option("ring")
-        seen = max(0, to - spec.option("window", ring) + 1)
-        return seen >= min(to, length - ring)
+        return self._oldest(spec, to) >= min(to, length - ring)
+
+    def _oldest(self, spec: SpaceSpec, length: int) -> int:
+        """The oldest token that a query at ``length`` sees."""
+        return max(0, length - spec.option("window", spec.option("ring")) + 1)
 
 
 class PerRequestSpace(IndexSpace):
@@ -235,7 +253,15 @@ def slots_of(units: Int64Array, page_size: int, start: int, stop: int) -> Int64A
     return np.where(owner < 0, np.int64(-1), owner * page_size + positions % page_size)
 
 
-def slots_held(units: Int64Array, null: int, spec: SpaceSpec, length: int, start: int, stop: int) -> Int64Array:
+def slots_held(
+    units: Int64Array,
+    null: int,
+    spec: SpaceSpec,
+    length: int,
+    start: int,
+    stop: int,
+    overwritten: Sequence[tuple[int, int]] = (),
+) -> Int64Array:
     """Slots that hold the tokens ``[start, stop)`` of a request now, ``int64 [stop - start]``, as a step's batch names them.
 
     Args:
@@ -243,11 +269,13 @@ def slots_held(units: Int64Array, null: int, spec: SpaceSpec, length: int, start
         null: null unit of the range.
         spec: the space of the range.
         length: tokens of the request.
+        overwritten: ``(kept, stop)`` where tokens up to ``stop`` were written of which the first ``kept`` remained.
 
     Returns:
         Per token: ``unit * tokens_per_unit + offset``; in a space without tokens per unit its unit, which is the place
         in a ring, or the state slot for the last token. −1 where nothing of the token is held: its unit is dead, its ring
-        place was overwritten, or no whole row of a compressed space has it yet. RequestError outside the request.
+        place was overwritten or never filled, or no whole row of a compressed space has it yet. RequestError outside the
+        request.
     """
     if not 0 <= start <= stop <= length:
         raise RequestError("tokens outside the request", start=start, stop=stop, length=length)
@@ -260,7 +288,8 @@ def slots_held(units: Int64Array, null: int, spec: SpaceSpec, length: int, start
     if not len(held):
         return np.full(stop - start, -1, np.int64)
     positions = np.arange(start, stop, dtype=np.int64)
-    return np.where(positions >= length - len(held), held[positions % len(held)], np.int64(-1))
+    oldest = max([length - len(held), *(min(kept, end - len(held)) for kept, end in overwritten)])
+    return np.where(positions >= oldest, held[positions % len(held)], np.int64(-1))
 
 
 def _tokens(length: int) -> int:

@@ -279,7 +279,7 @@ class StepBook:
             end = min(max(lo, part.num_units(length)), hi)
             part.mark(table[lo:end], unwritten=False)  # units of rejected tokens alone stay fresh
             if rejected:
-                request.wrote(key, row.stop)
+                request.wrote(key, row.stop, length)
                 table = request._tables[key] = shorten(part, table, part.held_units(length, request._reserved))
             part.evict(table, part.evict_before(length))
         request._length = length
@@ -296,7 +296,7 @@ class StepBook:
                 continue
             if not part.rewinds(row.stop, row.start):
                 request._spoiled = True
-            request.wrote(key, row.stop)
+            request.wrote(key, row.stop, row.start)
 
     def _settle(self, step: OpenStep) -> None:
         for key, ids in step.held.items():

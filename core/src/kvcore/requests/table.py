@@ -21,6 +21,10 @@ from kvcore.layout import Int64Array
 RangeKey = tuple[str, str]
 """``(group prefix, range name)``."""
 
+Overwritten = tuple[tuple[int, int], ...]
+"""``(kept, stop)``: when the first ``kept`` tokens were left, tokens up to ``stop`` had been written (and rejected,
+abandoned or truncated), or never arrived, which is the same: in a ring they lie where older ones did."""
+
 RequestState = Literal["filling", "ready", "in_step", "spoiled", "released"]
 
 
@@ -59,21 +63,30 @@ class Request:
         self._spoiled = False
         self._tables: dict[RangeKey, Int64Array] = {}
         self._checkpoints: dict[int, dict[RangeKey, Int64Array]] = {}
-        # Tokens that a step wrote and that were rejected or abandoned: in a ring they lie where others did.
-        self._written: dict[RangeKey, int] = {}
+        self._written: dict[RangeKey, Overwritten] = {}
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
         """Lengths, ascending, that the request can go back to though its state has moved on."""
         return tuple(sorted(self._checkpoints))
 
-    def reach(self, key: RangeKey) -> int:
-        """Tokens that were ever written in a range; not below the length."""
-        return max(self._length, self._written.get(key, 0))
+    def reach(self, key: RangeKey, to: int) -> int:
+        """Tokens that were written in a range since its first ``to`` were complete; not below the length."""
+        return max([self._length, *(stop for kept, stop in self._written.get(key, ()) if to <= kept)])
 
-    def wrote(self, key: RangeKey, stop: int) -> None:
-        """Note that tokens up to ``stop`` were written that the request does not keep."""
-        self._written[key] = max(stop, self._written.get(key, 0))
+    def wrote(self, key: RangeKey, stop: int, kept: int) -> None:
+        """Note that tokens up to ``stop`` were written, of which the request keeps the first ``kept``."""
+        notes = [(min(kept, at), other) for at, other in self._written.get(key, ())]
+        notes.append((kept, stop))
+        # What reaches no further than the tokens themselves, or than what was kept of more of them, says nothing new.
+        self._written[key] = tuple(
+            note for n, note in enumerate(notes)
+            if note[1] > kept and not any(later[0] >= note[0] and later[1] >= note[1] for later in notes[n + 1 :])
+        )  # fmt: skip
+
+    def overwritten(self, key: RangeKey) -> Overwritten:
+        """What :meth:`wrote` noted in a range, as far as it still matters."""
+        return self._written.get(key, ())
 
     @property
     def length(self) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 from kvcore.errors import RequestError
 from kvcore.layout import Int64Array
 from kvcore.requests.payload import Payload
-from kvcore.requests.ranges import RangeSet
+from kvcore.requests.ranges import RangeSet, clip
 from kvcore.requests.table import RangeKey, Request
 
 
@@ -38,11 +38,13 @@ def final_payloads(
             )
         if total is not None:
             lo = min(max(lo, part.first_live(total)), hi)
-        ids = request._tables[key][lo:hi]
-        live = part.real(ids)  # dead units precede live ones
+        parts = clip((lo, hi), part.space.needed_units(part.spec, stop)) if last else [(lo, hi)]
         budget = part.budget
-        first = lo + len(ids) - len(live)
-        found.append(Payload.of(budget.group, budget.range, budget.components, first, live))
+        for begin, end in parts or [(lo, lo)]:
+            ids = request._tables[key][begin:end]
+            live = part.real(ids)  # dead units precede live ones
+            first = begin + len(ids) - len(live)
+            found.append(Payload.of(budget.group, budget.range, budget.components, first, live))
     return tuple(found)
 
 
@@ -50,7 +52,7 @@ def arriving_units(ranges: RangeSet, request: Request, length: int) -> dict[Rang
     """What :meth:`kvcore.requests.manager.Manager.destinations` returns."""
     tables = {}
     for key, part in ranges.items():
-        lo, hi = part.arriving(length)
+        units = part.arriving(length)
         tables[key] = np.full(len(request._tables[key]), -1, np.int64)
-        tables[key][lo:hi] = request._tables[key][lo:hi]
+        tables[key][units] = request._tables[key][units]
     return tables

@@ -9,6 +9,7 @@ import structlog
 from kvcore.contract import Backup, IndexSpace
 from kvcore.errors import ConfigError
 from kvcore.layout import Layout
+from kvcore.requests.ranges import moving_parts
 
 log = structlog.get_logger("kvcore.retraction")
 
@@ -33,10 +34,9 @@ def saved_bytes(layouts: Mapping[str, Layout], spaces: Mapping[str, IndexSpace],
         placement = layout.place({item.name: 1 for item in layout.ranges})
         for item in layout.ranges:
             spec = layout.space(item.space)
-            stop = spaces[spec.kind].num_units(spec, num_tokens)
-            live = stop - min(spaces[spec.kind].first_live(spec, num_tokens), stop)
+            moving = sum(hi - lo for lo, hi in moving_parts(spaces[spec.kind], spec, num_tokens))
             holders = {region.name for region in layout.regions if item.name in region.ranges}
-            total += live * sum(buffer.unit_bytes for buffer in placement.buffers if buffer.region in holders)
+            total += moving * sum(buffer.unit_bytes for buffer in placement.buffers if buffer.region in holders)
     return total
 
 

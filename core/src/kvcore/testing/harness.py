@@ -354,7 +354,8 @@ class View:
         for name, units in self.tables(request).items():
             spec = self.layout.space_of_range(name)
             first, end = self.spaces[spec.kind].final_units(spec, 0, length, last=True)
-            out[name] = units[first:end]
+            needed = self.spaces[spec.kind].needed_units(spec, length)
+            out[name] = [units[n] for lo, hi in needed for n in range(max(first, lo), min(end, hi))]
         return out
 
     def request_bytes(self, request: str, component: str | None = None) -> Bytes:

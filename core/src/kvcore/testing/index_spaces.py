@@ -97,6 +97,21 @@ class IndexSpaceSuite:
                     assert live <= set(listed), f"{spec}: a live unit is never final: {cuts}, {live - set(listed)}"
                     assert max(listed, default=-1) < end, f"{spec}: a unit that does not exist: {cuts}, {listed}"
 
+    def test_what_is_needed_moves(self, space: IndexSpace, specs: list[SpaceSpec]) -> None:
+        """What a query reads, of what was written, is final with the last chunk; a request that arrived stays as it is."""
+        for spec in specs:
+            for length in range(1, LENGTHS):
+                needed = space.needed_units(spec, length)
+                bounds = [bound for part in needed for bound in part]
+                assert bounds == sorted(bounds), f"{spec}: {needed}"
+                assert not bounds or 0 <= bounds[0] <= bounds[-1] <= space.num_units(spec, length), f"{spec}: {needed}"
+                written = {n for lo, hi in needed for n in range(lo, min(hi, length))}
+                final = range(*space.final_units(spec, 0, length, last=True))
+                assert written <= set(final), f"{spec}: {written - set(final)} at {length} tokens do not move"
+                reach = space.arrived_reach(spec, length)
+                assert reach >= length
+                assert space.can_rewind(spec, reach, length) or reach == length, f"{spec}: at {length} tokens"
+
     def test_an_empty_chunk(self, space: IndexSpace, specs: list[SpaceSpec]) -> None:
         """A chunk of no tokens makes nothing final."""
         for spec in specs:
