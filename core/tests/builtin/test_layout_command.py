@@ -13,8 +13,10 @@ from rich.console import Console
 
 from kvcore.builtin.commands.layout import differences, draw, letters, parse_format, share
 from kvcore.cli.main import main
+from kvcore.contract import Format
 from kvcore.errors import ConfigError
 from kvcore.layout import Axis, Field, Layout, SpaceSpec, UnitRange, region
+from kvcore.spec import LayerGroup, TensorSpec
 
 Capture = pytest.CaptureFixture[str]
 
@@ -39,6 +41,25 @@ def test_fields_cover_the_unit_and_sizes_are_those_of_the_geometry(capsys: Captu
     assert said["envelope_bytes"] == 5 * 2 * 32
     assert said["bytes_per_token"] == {"full/kv": 5 * 2 * 3 * 2}
     assert said["alignment_bytes_per_token"] == pytest.approx(5 * 2 * 14 / 3)
+
+
+SAMPLED = LayerGroup("own", (4,), (TensorSpec("k", 3, 8), TensorSpec("v", 3, 8), TensorSpec("z", 1, 16, sharded=False)))
+
+
+def test_without_geometry_a_format_shows_the_group_it_samples(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(Format, "sample_groups", lambda self: (SAMPLED,))
+    said = run(capsys, "bf16")
+    assert (said["group"], said["layers"], [item["name"] for item in said["regions"]]) == ("own", [4], ["k", "v", "z"])
+    assert run(capsys, "bf16", "--diff", "fp32")["other"]["group"] == "own"
+    for option, value in (("--heads", "8"), ("--kv-heads", "2"), ("--head-dim", "64"), ("--layers", "2")):
+        assert run(capsys, "bf16", option, value)["group"] == "full"  # what is said counts, though it is the default
+    for options, group in (((), "own"), (("--layers", "2"), "full")):
+        assert main(["explain", "--format", "bf16", "--json", *options]) == 0
+        assert list(json.loads(capsys.readouterr().out)["groups"]) == [group]
+
+
+def test_a_format_that_samples_none_shows_keys_and_values(capsys: Capture) -> None:
+    assert run(capsys, "bf16")["group"] == "full"
 
 
 def test_options_of_a_format_come_with_its_name(capsys: Capture) -> None:

@@ -47,7 +47,8 @@ class Format(ABC):
         return FULL
 
     def sample_groups(self) -> Sequence[LayerGroup]:
-        """Layer groups that the conformance kit tries the format with; none (the default) are the kit's own.
+        """Layer groups that the conformance kit tries the format with; none (the default) are the kit's own. The first is
+        what ``kvcore layout`` and ``kvcore explain`` show.
 
         For a format of other tensors than ``k`` and ``v`` or ``latent`` and ``rope``, of certain widths, or of spaces of
         its own. :meth:`supports` has to accept each of them.

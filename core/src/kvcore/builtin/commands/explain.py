@@ -25,12 +25,14 @@ from kvcore.builtin.commands.geometry import (
     Layers,
     PageSize,
     attention_group,
+    sampled,
 )
 from kvcore.builtin.commands.layout import layout
-from kvcore.config import load_config, parse_settings
+from kvcore.config import Config, load_config, parse_settings
 from kvcore.contract import Command
 from kvcore.engine.fitting import formats_of
 from kvcore.plugins import PluginReport, discover, load_plugins
+from kvcore.plugins.registry import Registry
 from kvcore.spec import ModelSpec, Shard
 
 
@@ -65,6 +67,7 @@ def _cells(report: PluginReport) -> tuple[str, ...]:
 
 
 def explain(
+    context: typer.Context,
     config: Annotated[Path | None, typer.Option(help="Configuration file (TOML).")] = None,
     format: Annotated[str | None, typer.Option(help="KV format.")] = None,
     page_size: PageSize = None,
@@ -81,8 +84,10 @@ def explain(
     """Show, for each op, the kernel that would run and why each other one was refused."""
     flags = {"cache.format": format, "cache.page_size": page_size, "cache.device": device}
     configured = load_config(config, parse_settings(settings or (), flags))
-    group = attention_group(heads, kv_heads, head_dim, layers)
-    choices = _choices(configured, ModelSpec("explain", (group,), dtype="fp32"))
+    registry = load_plugins(configured)
+    own = sampled(context, registry.format(configured.cache.format, **configured.cache.format_options))
+    group = own or attention_group(heads, kv_heads, head_dim, layers)
+    choices = _choices(configured, registry, ModelSpec("explain", (group,), dtype="fp32"))
     if json:
         print(
             json_module.dumps({"format": configured.cache.format, "device": configured.cache.device, "groups": choices})
@@ -98,9 +103,8 @@ def explain(
         Console().print(table)
 
 
-def _choices(settings: Any, model: ModelSpec) -> dict[str, list[dict[str, Any]]]:
+def _choices(settings: Config, registry: Registry, model: ModelSpec) -> dict[str, list[dict[str, Any]]]:
     """Build the smallest pools the model needs and ask their kernel tables."""
-    registry = load_plugins(settings)
     cache = settings.cache
     formats = formats_of(model, cache, registry)
     layouts = {}

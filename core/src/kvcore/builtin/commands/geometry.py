@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvcore.contract import Format
 from kvcore.errors import UnsupportedError
 from kvcore.spec import LayerGroup, TensorSpec
 
@@ -18,6 +19,16 @@ Layers = Annotated[int, typer.Option(help="Layers.", min=1)]
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 8, 2, 64, 2
 """What the options are when they are not given."""
+
+_OPTIONS = ("heads", "kv_heads", "head_dim", "layers")
+
+
+def sampled(context: typer.Context, kv_format: Format) -> LayerGroup | None:
+    """The first layer group that a format samples, if it does and the command line describes none."""
+    sources = [context.get_parameter_source(name) for name in _OPTIONS]
+    if any(source is not None and source.name == "COMMANDLINE" for source in sources):
+        return None
+    return next(iter(kv_format.sample_groups()), None)
 
 
 def attention_group(heads: int, kv_heads: int, head_dim: int, layers: int) -> LayerGroup:

@@ -27,8 +27,10 @@ from kvcore.builtin.commands.geometry import (
     Layers,
     PageSize,
     attention_group,
+    sampled,
 )
 from kvcore.config import Config, load_config
+from kvcore.contract import Format
 from kvcore.errors import ConfigError, LayoutError
 from kvcore.layout import Field, Layout, Region
 from kvcore.layout.moves import Program
@@ -40,6 +42,7 @@ _BAR = 72  # cells
 
 
 def layout(
+    context: typer.Context,
     format: Annotated[str, typer.Argument(help="KV format, with options as NAME:option=value,option=value.")],
     diff: Annotated[str | None, typer.Option(help="Show what differs in this format, written like FORMAT.")] = None,
     config: Annotated[Path | None, typer.Option(help="Configuration file (TOML).")] = None,
@@ -51,7 +54,8 @@ def layout(
     json: AsJson = False,
 ) -> None:
     """Show the fields of a unit: where they lie, what is in them, and what is padding."""
-    group = attention_group(heads, kv_heads, head_dim, layers)
+    own = sampled(context, _format(_settings(format, config, page_size)))
+    group = own or attention_group(heads, kv_heads, head_dim, layers)
     mine = layout_of(format, group, config, page_size)
     if diff is None:
         print(json_module.dumps(describe(mine))) if json else draw(mine, Console())
@@ -66,12 +70,16 @@ def layout(
 
 def layout_of(text: str, group: LayerGroup, config: Path | None, page_size: int | None) -> Layout:
     """The layout of a group in the format that ``text`` names, page-major unless the configuration says otherwise."""
+    return _build(_settings(text, config, page_size), group)
+
+
+def _settings(text: str, config: Path | None, page_size: int | None) -> Config:
     name, options = parse_format(text)
     settings = load_config(config, {"cache.format": name, "cache.page_size": page_size})
     if load_config(config).cache.format == name:  # else the file's options are another format's
         options = {**settings.cache.format_options, **options}
     cache = msgspec.structs.replace(settings.cache, format_options=options)
-    return _build(msgspec.structs.replace(settings, cache=cache), group)
+    return msgspec.structs.replace(settings, cache=cache)
 
 
 def parse_format(text: str) -> tuple[str, dict[str, Any]]:
@@ -89,9 +97,13 @@ def parse_format(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
+def _format(settings: Config) -> Format:
+    return load_plugins(settings).format(settings.cache.format, **settings.cache.format_options)
+
+
 def _build(settings: Config, group: LayerGroup) -> Layout:
     cache = settings.cache
-    kv_format = load_plugins(settings).format(cache.format, **cache.format_options)
+    kv_format = _format(settings)
     kv_format.supports(group).require("format cannot hold this layer group", format=cache.format, group=group.prefix)
     return kv_format.layout(group, page_size=cache.page_size, shard=Shard(), arena=cache.arena)
 
