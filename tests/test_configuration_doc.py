@@ -17,8 +17,8 @@ DOC = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 TYPES = {
     "Bytes": "size",
-    "Count": "integer ≥ 1",
-    "Natural": "integer ≥ 0",
+    "Count": "integer, 1 to 2²⁴",
+    "Natural": "integer, 0 to 2²⁴",
     "Seconds": "seconds > 0",
     "Part": "number in (0, 1]",
     "ArenaOrder": '"page_major", "layer_major"',

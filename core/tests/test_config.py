@@ -368,3 +368,49 @@ def test_settings_reach_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["format"] == "bf16"
     assert main(["explain", "--set", "cache.pagesize=32"]) == 2
     assert "did you mean 'page_size'?" in capsys.readouterr().err
+
+
+DEEP = 5000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"x = {'[' * DEEP}{']' * DEEP}",
+        f"x = {'{a=' * DEEP}1{'}' * DEEP}",
+        f"cache.format{'.a' * DEEP} = 1",
+        f"[{'.'.join('a' * DEEP)}]",
+        f"cache.format_options.x = {'[' * 40}{']' * 40}",
+    ],
+)
+def test_what_is_nested_too_deeply_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert main(["explain", "--config", str(written(tmp_path, text))]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert "nested too deeply" in captured.err
+
+
+def test_settings_and_json_that_are_nested_too_deeply_are_refused() -> None:
+    deep = "[" * DEEP + "]" * DEEP
+    for text in (f"cache.format={deep}", f"cache.format{'.a' * DEEP}=1", f"{'a.' * DEEP}a={deep}"):
+        with pytest.raises(ConfigError, match="nested too deeply"):
+            load_config(None, parse_settings([text]))
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        Config.from_json('{"plugins": ' + deep + "}")
+    value: Any = 1
+    for _ in range(DEEP):
+        value = [value]
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        Config.from_mapping({"plugins": value})
+    error = ConfigError("x", got=value, long="a" * 10_000)
+    assert "nested too deeply to be shown" in str(error)
+    assert len(str(error)) < 3000
+
+
+@pytest.mark.parametrize("key", ["page_size", "max_requests", "max_rows", "max_tokens", "checkpoints"])
+def test_numbers_past_all_bookkeeping_are_refused(key: str) -> None:
+    assert getattr(load_config(None, {f"cache.{key}": 2**24}).cache, key) == 2**24
+    for number in (2**24 + 1, 10**12, 10**30):
+        with pytest.raises(ConfigError, match="wrong value") as caught:
+            load_config(None, {f"cache.{key}": number})
+        assert caught.value.fields["key"] == f"cache.{key}"

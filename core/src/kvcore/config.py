@@ -28,6 +28,9 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 _ABSENT: Any = object()
 
+_DEPTH = 32
+"""Levels of a configuration: more is no configuration but an input that somebody made."""
+
 _TRUE = frozenset({"1", "true", "on", "yes"})
 _FALSE = frozenset({"", "0", "false", "off", "no"})
 
@@ -35,8 +38,9 @@ _FALSE = frozenset({"", "0", "false", "off", "no"})
 _BYTES = {"kvcore": "bytes"}
 
 Bytes = Annotated[int, msgspec.Meta(gt=0, extra=_BYTES)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Natural = Annotated[int, msgspec.Meta(ge=0)]
+# What one process could not hold bookkeeping of is a slip of the keyboard, refused before anything is sized for it.
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Part = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -167,6 +171,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ConfigError: unknown key, wrong type or value out of range, naming the key with its path.
         """
+        _check_depth(data)
         return _convert(_checked(data, cls, ""), cls)
 
     def to_json(self) -> bytes:
@@ -180,6 +185,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             plain = msgspec.json.decode(data)
         except msgspec.DecodeError as error:
             raise ConfigError("configuration is not valid JSON", cause=str(error)) from error
+        except RecursionError:
+            raise ConfigError("a configuration is nested too deeply", most=_DEPTH) from None
         return cls.from_mapping(plain)
 
 
@@ -209,6 +216,8 @@ def load_config(
             raise ConfigError("configuration file cannot be read", path=str(path), cause=str(error)) from error
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError("configuration file is not valid TOML", path=str(path), cause=str(error)) from error
+        except RecursionError:
+            raise ConfigError("a configuration is nested too deeply", path=str(path), most=_DEPTH) from None
     data = _over(_tree(overrides or {}), _over(data, _tree(defaults or {})), tables=True)
     try:
         return Config.from_mapping(data)
@@ -251,6 +260,8 @@ def _toml_value(text: str) -> Any:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    except RecursionError:
+        raise ConfigError("a setting is nested too deeply", most=_DEPTH) from None
     return parsed["value"] if len(parsed) == 1 else text
 
 
@@ -304,10 +315,25 @@ def _tree(items: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in items.items():
         if value is not None:
+            _check_depth(value, key.count("."))
             for name in reversed(key.split(".")):
                 value = {name: value}
             _join(out, value, "")
     return out
+
+
+def _check_depth(data: Any, above: int = 0) -> None:
+    """Refuse what is nested too deeply, level by level: other functions call themselves for what is inside."""
+    level = [data]
+    for _ in range(_DEPTH - above):
+        level = [inner for item in level for inner in _inside(item)]
+        if not level:
+            return
+    raise ConfigError("a configuration is nested too deeply", most=_DEPTH)
+
+
+def _inside(item: Any) -> Iterable[Any]:
+    return item.values() if isinstance(item, Mapping) else item if isinstance(item, list | tuple) else ()
 
 
 def _join(out: dict[str, Any], more: Mapping[str, Any], path: str) -> None:

@@ -29,7 +29,7 @@ class KVCoreError(Exception):
         self.fields: dict[str, Any] = fields
 
     def __str__(self) -> str:
-        facts = ", ".join(f"{name}={value!r}" for name, value in self.fields.items())
+        facts = ", ".join(f"{name}={_shown(value)}" for name, value in self.fields.items())
         text = f"{self.message} ({facts})" if facts else self.message
         return f"{text}. Remedy: {self.remedy}" if self.remedy else text
 
@@ -50,6 +50,18 @@ def _rebuild(cls: type[KVCoreError], message: str, remedy: str, fields: dict[str
     error = cls(message, remedy=remedy)
     error.fields = fields  # not as keywords: a peer's fields may have any name
     return error
+
+
+_LONGEST = 2000
+"""Characters of a value that a sentence shows; the field has all of it."""
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"<{type(value).__name__}, nested too deeply to be shown>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} characters)"
 
 
 def _plain(value: Any) -> Any:

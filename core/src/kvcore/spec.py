@@ -12,6 +12,9 @@ import msgspec
 
 from kvcore.errors import ConfigError, nearest
 
+MAX_LAYERS = 2**16
+"""Most layers of a model; adapters refuse more before they list them."""
+
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor that a layer stores per token (or per request for states).

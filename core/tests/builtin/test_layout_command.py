@@ -182,7 +182,7 @@ def test_options_are_read_as_values() -> None:
         (("bf61",), "did you mean"),
         (("bf16", "--diff", "fp61"), "did you mean"),
         (("bf16:odrer=head_major",), "did you mean 'order'?"),
-        (("bf16", "--heads", "3"), "multiple"),
+        (("bf16", "--heads", "3", "--kv-heads", "2"), "multiple"),
         (("bf16", "--page-size", "0"), "page_size"),
     ],
 )
@@ -191,3 +191,35 @@ def test_what_is_wrong_is_one_message(capsys: Capture, args: tuple[str, ...], wo
     said = capsys.readouterr()
     assert said.out == ""
     assert word in said.err
+
+
+@pytest.mark.parametrize(
+    ("args", "kv_heads"),
+    [
+        (("--kv-heads", "3"), 3),
+        (("--kv-heads", "5"), 5),
+        (("--kv-heads", "16"), 16),
+        (("--heads", "7"), 1),
+        (("--heads", "6"), 2),
+        ((), 2),
+    ],
+)
+def test_heads_that_are_not_given_fit_those_that_are(capsys: Capture, args: tuple[str, ...], kv_heads: int) -> None:
+    said = run(capsys, "bf16", *args)
+    axes = {axis["name"]: axis["size"] for axis in said["regions"][0]["fields"][0]["axes"]}
+    assert axes["head"] == kv_heads
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--layers", "100000000"),
+        ("--head-dim", "100000000000000000000"),
+        ("--page-size", "1000000000000"),
+        ("fp32:order=" + "[" * 100_000,),
+    ],
+)
+def test_what_nobody_means_is_refused_at_once(capsys: Capture, args: tuple[str, ...]) -> None:
+    assert main(["layout", *(args if args[0].startswith("fp32") else ("fp32", *args))]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)

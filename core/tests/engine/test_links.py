@@ -101,3 +101,16 @@ def test_a_transport_that_cannot_serve_the_pool_is_closed_and_refused() -> None:
     error = refused(UnsupportedError, registry, transport="picky")
     assert (error.fields["reason"], [item.closed for item in made]) == ("no such wire", [True])
     assert issubclass(Picky, Transport)
+
+
+@pytest.mark.usefixtures("no_pools")
+@pytest.mark.parametrize("memory", ["999TiB", "9999999TiB"])
+def test_more_memory_than_the_machine_has_is_refused_before_units_are_counted(memory: str) -> None:
+    config = load_config(None, {"cache.memory": memory})
+    with pytest.raises(ConfigError, match="less memory than the cache asks for") as caught:
+        KVCache.create(MODEL, config, load_plugins())
+    assert caught.value.fields["key"] == "cache.memory"
+    assert caught.value.fields["total_bytes"] < 2**50
+    pool = {"retraction.backend": "host_pool", "retraction.options": {"size": "100TiB"}}
+    with pytest.raises(ConfigError, match="less memory than the pool asks for"):
+        KVCache.create(MODEL, load_config(None, {"cache.memory": "64KiB", **pool}), load_plugins())

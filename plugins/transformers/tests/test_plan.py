@@ -270,3 +270,23 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path, capsys, content):
         (tmp_path / "config.json").write_text(content)
     assert main(["plan", str(tmp_path)]) == 2
     assert str(tmp_path / "config.json") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (json.dumps({**LLAMA_70B, "num_hidden_layers": 10**8}), "num_hidden_layers"),
+        (json.dumps({**LLAMA_70B, "num_hidden_layers": True}), "num_hidden_layers"),
+        (json.dumps({"model_type": "llama", "num_hidden_layers": 10**8}), "num_hidden_layers"),
+        (json.dumps({**LLAMA_70B, "hidden_size": 10**20}), "hidden_size"),
+        ('{"model_type": "llama", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON"),
+    ],
+    ids=["layers", "true", "left to transformers", "size", "deep"],
+)
+def test_numbers_that_no_model_has_are_refused_at_once(tmp_path, capsys, text, word):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert main(["plan", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert word in captured.err

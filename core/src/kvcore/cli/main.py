@@ -15,7 +15,7 @@ import typer
 from kvcore import __version__
 from kvcore.cli.boot import configure_logging
 from kvcore.contract import Command
-from kvcore.errors import ConfigError, KVCoreError, PluginError, UnsupportedError, nearest
+from kvcore.errors import ConfigError, KVCoreError, LayoutError, PluginError, UnsupportedError, nearest
 from kvcore.plugins import load_command, provided_names
 
 USAGE = "usage: kvcore [--version] [--help] COMMAND [OPTIONS]"
@@ -97,8 +97,8 @@ def _report(error: KVCoreError, args: Sequence[str]) -> int:
         print(json.dumps({"error": error.as_dict()}), file=sys.stderr)
     else:
         print(f"kvcore: {error}", file=sys.stderr)
-    # A combination refused at configuration is a wrong configuration too.
-    return 2 if isinstance(error, ConfigError | PluginError | UnsupportedError | UsageError) else 1
+    # A combination refused at configuration, or whose bytes cannot be laid out, is a wrong configuration too.
+    return 2 if isinstance(error, ConfigError | LayoutError | PluginError | UnsupportedError | UsageError) else 1
 
 
 if __name__ == "__main__":

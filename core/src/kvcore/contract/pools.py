@@ -120,6 +120,12 @@ class PoolBuilder(ABC):
     def allocate(self, nbytes: int, device: str) -> Arena:
         """Allocate zeroed, populated memory."""
 
+    def total_bytes(self, device: str) -> int | None:
+        """Most bytes that arenas of a device could ever hold together, were nothing else there; None, the default, where
+        that is not known or the device is another builder's. A cache that asks for more is refused before anything is sized
+        for it."""
+        return None
+
     def buffer_infos(self, layout: Layout, placement: Placement) -> tuple[Buffer, ...]:
         """Every buffer of the pool, for transports and backups. Derived from the layout."""
         return placement.buffers

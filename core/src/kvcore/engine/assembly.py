@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvcore.config import Config
 from kvcore.contract import Backup, Format
-from kvcore.engine.fitting import Holders, budgets, formats_of
+from kvcore.engine.fitting import Holders, budgets, check_memory, formats_of
 from kvcore.engine.links import check_transfer
 from kvcore.engine.sizing import CapacityPlan, plan_capacity
 from kvcore.layout import Layout
@@ -44,10 +44,6 @@ def assemble(
     spaces = registry.index_spaces()
     holders.check(layouts, spaces)
     check_transfer(config, registry, layouts)
-    backup: Backup | None = None
-    if config.retraction.policy == "backup":
-        backup = registry.backup(config.retraction.backend, **config.retraction.options)
-        check_backup(backup, layouts)
     capacity = plan_capacity(
         layouts,
         config.cache.memory,
@@ -57,6 +53,12 @@ def assemble(
         step_rows=config.cache.max_rows,
         checkpoints=config.cache.checkpoints,
     )
+    builders = registry.pool_builders()
+    check_memory(builders, config.cache.device, capacity.allocated_bytes)
+    backup: Backup | None = None
+    if config.retraction.policy == "backup":
+        backup = registry.backup(config.retraction.backend, **config.retraction.options)
+        check_backup(backup, layouts)
     manager = Manager(budgets(layouts, capacity.units), spaces, max_requests=capacity.request_capacity)
     if backup is not None:
         check_backup_size(backup, layouts, spaces, manager.max_request_tokens)
@@ -65,7 +67,7 @@ def assemble(
         layouts,
         holders.formats,
         capacity.units,
-        registry.pool_builders(),
+        builders,
         registry.kernels(),
         device=config.cache.device,
         max_rows=config.cache.max_rows,

@@ -5,12 +5,12 @@ Everything here is decided before memory is touched; what cannot work is refused
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from kvcore.config import CacheConfig
-from kvcore.contract import Format, IndexSpace, StateComponent
+from kvcore.contract import Format, IndexSpace, PoolBuilder, StateComponent
 from kvcore.errors import ConfigError, UnsupportedError, nearest
 from kvcore.layout import ArenaOrder, Layout, SpaceSpec
 from kvcore.plugins.registry import Registry
@@ -156,6 +156,28 @@ def _check_final(component: StateComponent, group: str, space: IndexSpace, spec:
 def _lists(space: IndexSpace, spec: SpaceSpec, stop: int, *, last: bool) -> bool:
     lo, hi = space.final_units(spec, 0, stop, last=last)
     return hi > lo
+
+
+def check_memory(builders: Iterable[PoolBuilder], device: str, nbytes: int) -> None:
+    """Refuse more than a device could hold were it empty, before anything is sized for it.
+
+    Args:
+        builders: those of all pools; who does not serve the device knows no size of it.
+        device: ``cpu``, ``cuda:0``, …
+        nbytes: bytes of all arenas.
+
+    Raises:
+        ConfigError: with the bytes there are.
+    """
+    known = [total for total in (builder.total_bytes(device) for builder in builders) if total is not None]
+    if known and nbytes > max(known):
+        raise ConfigError(
+            "the device has less memory than the cache asks for",
+            key="cache.memory",
+            device=device,
+            nbytes=nbytes,
+            total_bytes=max(known),
+        )
 
 
 def budgets(layouts: Mapping[str, Layout], units: Mapping[str, Mapping[str, int]]) -> list[RangeBudget]:

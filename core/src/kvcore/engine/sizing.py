@@ -13,7 +13,7 @@ from fractions import Fraction
 import msgspec
 
 from kvcore.contract import IndexSpace
-from kvcore.errors import ConfigError, nearest
+from kvcore.errors import ConfigError, LayoutError, nearest
 from kvcore.layout import Layout, Region, SpaceSpec
 from kvcore.requests.ranges import is_exact
 from kvcore.requests.spaces import BUILTIN_SPACES
@@ -215,7 +215,10 @@ class _Sizer:
         """Most tokens that fit; one does."""
 
         def fits(tokens: int) -> bool:
-            return allocated_bytes(self._layouts, self.units(tokens)) <= memory
+            try:
+                return allocated_bytes(self._layouts, self.units(tokens)) <= memory
+            except LayoutError:  # past what offsets can address, whatever the memory
+                return False
 
         low, high = 1, 2  # low fits
         while fits(high):

@@ -16,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.builtin.pools.memfd import total_memory
 from kvcore.config import parse_bytes
 from kvcore.contract import (
     DONE,
@@ -139,6 +140,14 @@ class HostPoolBackup(Backup):
         block = _block_size(total) if block_size is None else _size("block_size", block_size)
         if block > total:
             raise ConfigError("a block is larger than the pool", backup=self.name, size=total, block_size=block)
+        if total > total_memory():
+            raise ConfigError(
+                "the machine has less memory than the pool asks for",
+                backup=self.name,
+                key="retraction.options.size",
+                size=total,
+                total_bytes=total_memory(),
+            )
         self._block = block
         self._copier = _copier(copier)
         self._lock = threading.Lock()

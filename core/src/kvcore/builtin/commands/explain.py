@@ -15,8 +15,6 @@ from rich.table import Table
 from kvcore.builtin.commands.check import check
 from kvcore.builtin.commands.geometry import (
     HEAD_DIM,
-    HEADS,
-    KV_HEADS,
     LAYERS,
     AsJson,
     HeadDim,
@@ -30,7 +28,8 @@ from kvcore.builtin.commands.geometry import (
 from kvcore.builtin.commands.layout import layout
 from kvcore.config import Config, load_config, parse_settings
 from kvcore.contract import Command
-from kvcore.engine.fitting import formats_of
+from kvcore.engine.fitting import check_memory, formats_of
+from kvcore.engine.sizing import allocated_bytes
 from kvcore.plugins import PluginReport, discover, load_plugins
 from kvcore.plugins.registry import Registry
 from kvcore.spec import ModelSpec, Shard
@@ -71,8 +70,8 @@ def explain(
     config: Annotated[Path | None, typer.Option(help="Configuration file (TOML).")] = None,
     format: Annotated[str | None, typer.Option(help="KV format.")] = None,
     page_size: PageSize = None,
-    heads: Heads = HEADS,
-    kv_heads: KvHeads = KV_HEADS,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
     head_dim: HeadDim = HEAD_DIM,
     layers: Layers = LAYERS,
     device: Annotated[str | None, typer.Option(help="Device.")] = None,
@@ -115,11 +114,13 @@ def _choices(settings: Config, registry: Registry, model: ModelSpec) -> dict[str
     kernels, builders = registry.kernels(), registry.pool_builders()  # refuses, with the remedy, where torch is missing
     from kvcore.memory.store import Store  # here: it imports torch, which `kvcore plugins` does without
 
+    units = {prefix: {item.name: 2 for item in layout.ranges} for prefix, layout in layouts.items()}
+    check_memory(builders, cache.device, allocated_bytes(layouts, units))
     store = Store(
         model,
         layouts,
         formats,
-        {prefix: {item.name: 2 for item in layout.ranges} for prefix, layout in layouts.items()},
+        units,
         builders,
         kernels,
         device=cache.device,

@@ -17,8 +17,6 @@ from rich.text import Text
 
 from kvcore.builtin.commands.geometry import (
     HEAD_DIM,
-    HEADS,
-    KV_HEADS,
     LAYERS,
     AsJson,
     HeadDim,
@@ -47,8 +45,8 @@ def layout(
     diff: Annotated[str | None, typer.Option(help="Show what differs in this format, written like FORMAT.")] = None,
     config: Annotated[Path | None, typer.Option(help="Configuration file (TOML).")] = None,
     page_size: PageSize = None,
-    heads: Heads = HEADS,
-    kv_heads: KvHeads = KV_HEADS,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
     head_dim: HeadDim = HEAD_DIM,
     layers: Layers = LAYERS,
     json: AsJson = False,
@@ -94,6 +92,8 @@ def parse_format(text: str) -> tuple[str, dict[str, Any]]:
             options[key] = json_module.loads(value)
         except ValueError:
             options[key] = value
+        except RecursionError:
+            raise ConfigError("a format option is nested too deeply", format=name, option=key) from None
     return name, options
 
 

@@ -156,8 +156,21 @@ class CudaPool(PoolBuilder):
 
     def allocate(self, nbytes: int, device: str) -> Arena:
         """Allocate zeroed memory. Raises CapacityError with what is free where it does not fit."""
-        match = _DEVICE.fullmatch(device)
-        if match is None:
+        index = _index(device)
+        if index is None:
             raise ConfigError("not a CUDA device", device=device)
-        index = torch.cuda.current_device() if match[1] is None else int(match[1])
         return CudaArena(nbytes, torch.device("cuda", index))
+
+    def total_bytes(self, device: str) -> int | None:
+        """The memory of the device."""
+        index = _index(device)
+        if index is None or index >= torch.cuda.device_count():
+            return None
+        return int(torch.cuda.mem_get_info(index)[1])
+
+
+def _index(device: str) -> int | None:
+    match = _DEVICE.fullmatch(device)
+    if match is None:
+        return None
+    return int(match[1]) if match[1] is not None else torch.cuda.current_device() if torch.cuda.is_available() else 0

@@ -87,19 +87,34 @@ class MemfdPool(PoolBuilder):
         """
         return MemfdArena(nbytes)
 
+    def total_bytes(self, device: str) -> int | None:
+        """The memory of the machine, within the limit of this process's control group."""
+        return total_memory() if device == "cpu" else None
+
 
 POOL_BUILDERS: tuple[type[PoolBuilder], ...] = (MemfdPool,)
+
+
+def total_memory() -> int:
+    """Bytes of memory this process could use were it alone: the machine's, within the limit of its control group."""
+    limit = _group_limit()
+    total = _meminfo("MemTotal")
+    return total if limit is None else min(total, limit)
 
 
 def available_memory() -> int:
     """Bytes this process may still use: what the kernel calls available, within the limit of its control group."""
     found = [_meminfo("MemAvailable")]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists():
-        text = limit.read_text().strip()
-        if text != "max":
-            found.append(max(0, int(text) - int(used.read_text())))
+    limit, used = _group_limit(), Path("/sys/fs/cgroup/memory.current")
+    if limit is not None and used.exists():
+        found.append(max(0, limit - int(used.read_text())))
     return min(found)
+
+
+def _group_limit() -> int | None:
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return None if text == "max" else int(text)
 
 
 def _meminfo(name: str) -> int:

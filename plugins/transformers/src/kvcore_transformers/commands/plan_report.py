@@ -27,6 +27,7 @@ from kvcore.plugins.registry import Registry
 from kvcore.spec import ModelSpec, Shard, StateSpec
 from kvcore_transformers import PLUGIN
 from kvcore_transformers.models.adapters import AttentionAdapter, adapter_for
+from kvcore_transformers.models.hf_config import check_layers
 
 _COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
 _BAR = 48  # cells of the largest format
@@ -117,13 +118,14 @@ def read_model(path: Path, registry: Registry) -> ModelSpec:
         raw = json.loads(file.read_bytes())
     except OSError as error:
         raise ConfigError("the model's configuration cannot be read", path=str(file), cause=str(error)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("the model's configuration is not valid JSON", path=str(file), cause=str(error)) from error
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise ConfigError(
             "not a model's configuration: it names no model_type", path=str(file), remedy="name a config.json"
         )
     text = language_part(raw)
+    check_layers(text)  # transformers lists them too
     adapter = adapter_for(registry, text)
     if not _says_enough(adapter, text):
         text = _with_defaults(raw, file)

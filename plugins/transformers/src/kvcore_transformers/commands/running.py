@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from kvcore.config import Config, load_config
+from kvcore.engine.fitting import check_memory
 from kvcore.engine.links import check_transfer
 from kvcore.engine.sizing import Units, token_capacity, units_for_memory
 from kvcore.errors import ConfigError, DuplicateRequestError, EmptyPromptError, KVCoreError
@@ -160,10 +161,12 @@ def with_pool_size(config: Config) -> Config:
 
 
 def _check_names(config: Config) -> None:
-    """Refuse unknown plugins, formats, transports, addresses and backups before a model is converted or loaded."""
+    """Refuse unknown plugins, formats, transports, addresses and backups, and more memory than there is, before a model is
+    converted or loaded."""
     registry = enabled(config)
     registry.format(config.cache.format, **config.cache.format_options)
     check_transfer(config, registry, {})
+    check_memory(registry.pool_builders(), config.cache.device, config.cache.memory)
     if config.retraction.policy == "backup":
         registry.backup(config.retraction.backend, **config.retraction.options).close()
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.spec import MAX_LAYERS
+
+_MOST = 2**31 - 1
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _NAMES = {name: text for text, name in _DTYPES.items()}
@@ -16,12 +19,24 @@ def get(config: Any, key: str) -> Any:
     return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
 
 
-def require(config: Any, key: str) -> int:
-    """A number of at least 1. Raises ConfigError where there is none."""
+def require(config: Any, key: str, most: int = _MOST) -> int:
+    """A number from 1 to ``most``. Raises ConfigError where there is none."""
     value = get(config, key)
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError("the model's configuration lacks a number", key=key, got=value)
+    return _at_most(key, value, most)
+
+
+def _at_most(key: str, value: int, most: int) -> int:
+    if value > most:
+        raise ConfigError("the model's configuration has a number that no model has", key=key, got=value, most=most)
     return value
+
+
+def check_layers(config: Any) -> int:
+    """The layers a configuration names, 0 for none. Raises ConfigError for more than a model can have."""
+    value = get(config, "num_hidden_layers")
+    return _at_most("num_hidden_layers", value, MAX_LAYERS) if isinstance(value, int) else 0
 
 
 def optional(config: Any, key: str) -> int:
@@ -36,7 +51,7 @@ def optional(config: Any, key: str) -> int:
 
 def layer_types(config: Any) -> tuple[str, ...]:
     """Type of each layer, in the words of Hugging Face; models that do not say are judged by their window."""
-    layers = require(config, "num_hidden_layers")
+    layers = require(config, "num_hidden_layers", MAX_LAYERS)
     named = get(config, "layer_types")
     if named:
         kinds = tuple(str(kind) for kind in named)[:layers]
