@@ -202,7 +202,7 @@ class Pair:
         assert len(groups) == length // 32
         for layer, sequence in self.live[name].items():
             for tensor in WIDTHS:
-                newest = np.arange(max(0, length - 64), length)
+                newest = np.arange(max(0, length - 63), length)  # the next query sees 64, itself included
                 got = pool.field(layer, f"{tensor}_recent", "x")[torch.from_numpy(ring[newest % 96])].numpy()
                 np.testing.assert_array_equal(got, sequence.rows[tensor][newest])
                 for number, unit in enumerate(groups.tolist()):
