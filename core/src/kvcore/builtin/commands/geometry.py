@@ -38,7 +38,6 @@ def sampled(context: typer.Context, kv_format: Format) -> LayerGroup | None:
     return next(iter(kv_format.sample_groups()), None)
 
 
-
 def attention_group(heads: int | None, kv_heads: int | None, head_dim: int, layers: int) -> LayerGroup:
     """A group ``full`` with tensors ``k`` and ``v``. Raises UnsupportedError where heads do not divide.
 
