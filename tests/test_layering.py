@@ -16,7 +16,7 @@ CORE = ROOT / "core" / "src" / "kvcore"
 
 # A module of core imports only from those before it. A new module gets its place here.
 ORDER = """
-    errors
+    errors log
     layout.dtypes layout.fields layout.regions layout.layout layout layout.strides
     layout.moves.matching layout.moves.applying layout.moves.programs layout.moves
     spec config

@@ -16,11 +16,11 @@ from typing import Any, Literal, cast
 
 import msgspec
 import pluggy
-import structlog
 
 from kvcore.config import Config
 from kvcore.contract import CONTRACT, Command, PluginInfo
 from kvcore.errors import ConfigError, PluginError, nearest
+from kvcore.log import get_logger
 from kvcore.plugins import hookspecs
 from kvcore.plugins.registry import KINDS, LoadedPlugin, Registry, collect, describe_cause
 
@@ -45,7 +45,7 @@ PROVIDED_KINDS: tuple[ProvidedKind, ...] = ("formats", "state_components", "tran
 
 EAGER_KINDS: tuple[str, ...] = tuple(kind.name for kind in KINDS.values() if not kind.lazy)
 
-_log = structlog.get_logger("kvcore.plugins")
+_log = get_logger("kvcore.plugins")
 
 
 class PluginReport(msgspec.Struct, frozen=True):

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import structlog
-
 from kvcore.contract import (
     OPS,
     Backup,
@@ -27,12 +25,13 @@ from kvcore.contract import (
     Transport,
 )
 from kvcore.errors import ConfigError, KVCoreError, PluginError, UnsupportedError, nearest
+from kvcore.log import get_logger
 from kvcore.plugins.options import checked_options
 from kvcore.spec import LayerGroup
 
 __all__ = ["KINDS", "Kind", "LoadedPlugin", "Registry", "collect", "describe_cause"]
 
-_log = structlog.get_logger("kvcore.plugins")
+_log = get_logger("kvcore.plugins")
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import structlog
-
 from kvcore.contract import Backup, IndexSpace
 from kvcore.errors import ConfigError
 from kvcore.layout import Layout
+from kvcore.log import get_logger
 from kvcore.requests.ranges import moving_parts
 
-log = structlog.get_logger("kvcore.retraction")
+log = get_logger("kvcore.retraction")
 
 
 def check_backup(backup: Backup, layouts: Mapping[str, Layout]) -> None:

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-import structlog
 
 from kvcore.contract import DONE, Backup, Fence, UnitBlock
 from kvcore.errors import BackupError, CapacityError, IntegrityError, KVCoreError, RequestError
 from kvcore.layout import Layout
+from kvcore.log import get_logger
 from kvcore.requests.manager import Hold, Manager
 from kvcore.requests.payload import Payload
 
 if TYPE_CHECKING:
     from kvcore.memory.store import Store
 
-log = structlog.get_logger("kvcore.retraction")
+log = get_logger("kvcore.retraction")
 
 MAX_ENGINE_DATA = 64 << 10
 """Largest ``engine_data`` of a handle or a commit, in bytes."""

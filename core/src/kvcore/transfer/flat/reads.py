@@ -19,16 +19,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
-import structlog
 
 from kvcore.contract import PeerConnection, ReadHandle, ReadJob, TransportTraits
 from kvcore.errors import KVCoreError, LayoutError, PeerLostError, TransferError
 from kvcore.layout.moves import Descriptors
+from kvcore.log import get_logger
 from kvcore.transfer.copier import Copier, ThreadCopier
 from kvcore.transfer.flat.batches import Batch, Bytes, Landing, Slots
 from kvcore.transfer.flat.staging import DEFAULT_BYTES_PER_US, StagingPlanner
 
-_log = structlog.get_logger("kvcore.transfer.flat")
+_log = get_logger("kvcore.transfer.flat")
 
 _POLL_S = 0.0002
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-import structlog
-
 from kvcore.contract import PeerConnection
 from kvcore.errors import (
     DuplicateRequestError,
@@ -26,6 +24,7 @@ from kvcore.errors import (
     UnknownRequestError,
 )
 from kvcore.layout import Int64Array
+from kvcore.log import get_logger
 from kvcore.transfer.messages import control
 from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.base import (
@@ -54,7 +53,7 @@ from kvcore.transfer.session.incoming import (
 )
 from kvcore.transfer.session.plan import PeerPlan
 
-_log = structlog.get_logger("kvcore.transfer.receiver")
+_log = get_logger("kvcore.transfer.receiver")
 
 SENDER: Peer = b""
 """A receiver has one peer."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import structlog
-
 from kvcore.errors import (
     DuplicateRequestError,
     KVCoreError,
@@ -23,6 +21,7 @@ from kvcore.errors import (
     TransferExpiredError,
     UnknownRequestError,
 )
+from kvcore.log import get_logger
 from kvcore.requests.payload import Payload
 from kvcore.transfer.messages import control
 from kvcore.transfer.messages.manifest import Manifest
@@ -56,7 +55,7 @@ from kvcore.transfer.session.outgoing import (
 )
 from kvcore.transfer.session.waiting import Waiting
 
-_log = structlog.get_logger("kvcore.transfer.sender")
+_log = get_logger("kvcore.transfer.sender")
 
 
 class SenderSession(Session[SendEvent]):

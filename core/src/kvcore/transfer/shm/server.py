@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import structlog
 
+from kvcore.log import get_logger
 from kvcore.transfer.shm.stage_server import Device, Stager
 
-_log = structlog.get_logger("kvcore.transfer.shm")
+_log = get_logger("kvcore.transfer.shm")
 
 _TOKEN_BYTES = 32
 _RETRY_S = 0.05

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import structlog
 
 from kvcore.contract import CopyQueue, Fence, Piece
 from kvcore.errors import KVCoreError, ProtocolError
 from kvcore.layout import Int64Array
+from kvcore.log import get_logger
 from kvcore.transfer.shm import memfd
 from kvcore.transfer.shm.stage_wire import MAX_ASKED, Frames, StageHello, StageReply, StageRequest, frame
 
-_log = structlog.get_logger("kvcore.transfer.shm")
+_log = get_logger("kvcore.transfer.shm")
 
 _RECV_BYTES = 1 << 18
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvcore.contract import PeerConnection, Transport
 from kvcore.errors import ConfigError, HandshakeError, ProtocolError, TransferError
 from kvcore.layout import Int64Array
+from kvcore.log import get_logger
 from kvcore.requests.payload import Payload
 from kvcore.transfer.messages import control
 from kvcore.transfer.messages.manifest import Manifest
@@ -21,7 +21,7 @@ from kvcore.transfer.session.joined import JoinedReceiver, name
 from kvcore.transfer.session.sender import SenderSession
 from kvcore.transfer.wire.loop import CurveKeys, Endpoint, EndpointStats, drain
 
-_log = structlog.get_logger("kvcore.transfer.wire")
+_log = get_logger("kvcore.transfer.wire")
 
 _POLL_READS_S = 0.001
 _WATCHED = (

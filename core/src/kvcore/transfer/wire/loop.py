@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import Generic, Self
 
 import msgspec
-import structlog
 import zmq
 
 from kvcore.errors import ConfigError, ProtocolError, TransferError
+from kvcore.log import get_logger
 from kvcore.transfer.messages import control
 from kvcore.transfer.session.base import (
     EventT,
@@ -28,7 +28,7 @@ from kvcore.transfer.session.base import (
     Session,
 )
 
-_log = structlog.get_logger("kvcore.transfer.wire")
+_log = get_logger("kvcore.transfer.wire")
 
 _LINGER_MS = 500
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
-import structlog
 
 from kvcore.engine.cache import KVCache
 from kvcore.engine.step import Step
@@ -35,9 +34,10 @@ from kvcore.errors import (
     RequestError,
     UnknownRequestError,
 )
+from kvcore.log import get_logger
 from kvcore_transformers.serving.requests import EngineStats, GenerationRequest, Sequence, State
 
-log = structlog.get_logger("kvcore.scheduler")
+log = get_logger("kvcore.scheduler")
 
 Row = tuple[Sequence, int]
 
