@@ -115,7 +115,7 @@ def checks(kind: type[Format], select: str = "", **attributes: Any) -> dict[str,
 
 @pytest.mark.parametrize("kind", [Plain, Windowed, OneTokenUnits, WidePages, RingAndRows, OneState])
 def test_other_tensors_and_other_units_pass(kind: type[Format]) -> None:
-    found = checks(kind)
+    found = checks(kind, "" if kind is RingAndRows else "not layer_major")  # where ranges are unlike, both arena orders
     assert not found["failed"]
     moves = {"test_comes_back_from_retraction_bit_for_bit", "test_arrives_at_another_cache", "test_ranks_add_up"}
     assert moves <= found["passed"] - found["skipped"]
