@@ -20,10 +20,11 @@ class _Stderr:
     """Whatever ``sys.stderr`` is when a line is written: programs and tests replace it."""
 
     def write(self, text: str) -> int:
-        return sys.stderr.write(text)
+        return sys.stderr.write(text) if sys.stderr is not None else len(text)
 
     def flush(self) -> None:
-        sys.stderr.flush()
+        if sys.stderr is not None:
+            sys.stderr.flush()
 
 
 def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
@@ -39,9 +40,8 @@ def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
     level = environ.get("KVCORE_LOG_LEVEL", "").strip().lower() or "info"
     if level not in _LEVELS:
         raise ConfigError("unknown log level", variable="KVCORE_LOG_LEVEL", got=level, remedy=nearest(level, _LEVELS))
-    renderer: Any = (
-        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    )
+    colors = sys.stderr is not None and sys.stderr.isatty()
+    renderer: Any = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=colors)
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

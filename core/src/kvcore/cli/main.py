@@ -1,104 +1,72 @@
-"""The ``kvcore`` command.
+"""The ``kvcore`` command: what is caught around everything else, the imports of this package included.
 
-Subcommands come from plugins: their names from metadata, so that ``kvcore X`` imports only the plugin that provides
-``X``. Exit codes: 0 done, 1 failed, 2 wrong usage, configuration or plugin, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage, configuration or plugin, 130 interrupted, 141 nobody reads the output.
 """
 
 from __future__ import annotations
 
-import json
+import errno
+import os
 import sys
 from collections.abc import Sequence
 
-import typer
+INTERRUPTED = 130
+UNREAD = 141
+"""As of a process that SIGPIPE ended."""
 
-from kvcore import __version__
-from kvcore.cli.boot import configure_logging
-from kvcore.contract import Command
-from kvcore.errors import ConfigError, KVCoreError, LayoutError, PluginError, UnsupportedError, nearest
-from kvcore.plugins import load_command, provided_names
-
-USAGE = "usage: kvcore [--version] [--help] COMMAND [OPTIONS]"
-
-# Typer carries its own copy of click's exceptions in some versions and imports click in others; this is the base class
-# of every usage error in both.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
-
-
-class UsageError(KVCoreError):
-    """A command line that cannot be understood."""
-
-    code = "usage"
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``kvcore`` and return its exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
     try:
-        configure_logging()
-        return _dispatch(args)
-    except KVCoreError as error:
-        return _report(error, args)
-    except (KeyboardInterrupt, typer.Abort):
-        print("kvcore: interrupted", file=sys.stderr)
-        return 130
+        from kvcore.cli.app import run  # here: an interrupt while this is imported is an interrupt of the command
+
+        code = run(list(sys.argv[1:] if argv is None else argv))
+        if sys.stdout is not None:  # it is where the shell closed it
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        say("kvcore: interrupted")
+        return INTERRUPTED
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # click and rich end the process for one
+            raise
+        return _unread()
+    except BrokenPipeError:
+        return _unread()
+    except OSError as error:
+        # The name of a file stands in errors of opening one; what is written to is open already.
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        _drop_output()
+        say(f"kvcore: the output cannot be written ({error.strerror})")
+        return 1
+    return code
 
 
-def _dispatch(args: list[str]) -> int:
-    if not args:
-        print(_help())
-        return 2
-    first, rest = args[0], args[1:]
-    if first in ("--help", "-h"):
-        print(_help())
-        return 0
-    if first == "--version":
-        print(f"kvcore {__version__}")
-        return 0
-    if first.startswith("-"):
-        known = ("--help", "--version")
-        remedy = f"{nearest(first, known)}; options of a command come after it"
-        raise UsageError("unknown option", option=first, remedy=remedy)
-    return _invoke(load_command(first), rest)
+def _unread() -> int:
+    _drop_output()
+    return UNREAD
 
 
-def _invoke(command: Command, args: list[str]) -> int:
-    app = typer.Typer(
-        add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["--help", "-h"]}
-    )
-    app.command(name=command.name, help=command.help)(command.callback)
-    program = f"kvcore {command.name}"
+def _drop_output() -> None:
+    """Send what is still in the buffer nowhere: Python would complain about it once more at its end."""
     try:
-        result = typer.main.get_command(app).main(args=args, prog_name=program, standalone_mode=False)
-    except _UsageError as error:
-        text = error.format_message() if hasattr(error, "format_message") else str(error)
-        raise UsageError(text.rstrip("."), remedy=f"see {program} --help") from error
-    return result if isinstance(result, int) else 0
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.__stdout__.fileno() if sys.__stdout__ is not None else 1)
+        os.close(nowhere)
+    except (OSError, ValueError):
+        return
 
 
-def _help() -> str:
-    """List every command with its help, and those whose plugin is broken as such."""
-    rows = []
-    for name in provided_names("commands"):
-        try:
-            rows.append((name, load_command(name).help))
-        except PluginError as error:
-            cause = error.fields.get("cause", error.message)
-            rows.append((name, f"(broken: plugin {error.fields.get('plugin', '?')}: {cause}; see kvcore plugins)"))
-    width = max((len(name) for name, _ in rows), default=0)
-    lines = [USAGE, "", "The KV-cache layer of an LLM inference engine.", "", "commands:"]
-    lines += [f"  {name.ljust(width)}  {text}" for name, text in rows]
-    return "\n".join([*lines, "", "kvcore COMMAND --help shows the options of a command."])
-
-
-def _report(error: KVCoreError, args: Sequence[str]) -> int:
-    """Print one message, as JSON where the command was asked for JSON, and return the exit code."""
-    if "--json" in args:
-        print(json.dumps({"error": error.as_dict()}), file=sys.stderr)
-    else:
-        print(f"kvcore: {error}", file=sys.stderr)
-    # A combination refused at configuration, or whose bytes cannot be laid out, is a wrong configuration too.
-    return 2 if isinstance(error, ConfigError | LayoutError | PluginError | UnsupportedError | UsageError) else 1
+def say(text: str) -> None:
+    """Write a line to stderr, if there is one that takes it."""
+    if sys.stderr is None:  # print would take stdout instead
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # nobody to say it to: the exit code remains
+        return
 
 
 if __name__ == "__main__":
