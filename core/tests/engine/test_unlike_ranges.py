@@ -247,6 +247,7 @@ SPARSE = ModelSpec("m", (LayerGroup("g", (0, 1), (), kind="state"),), "fp32")
 
 def build(arena: str) -> KVCache:
     settings = {"cache.arena": arena, "cache.memory": 16384, "cache.max_requests": 3, "cache.max_tokens": 32}
+    settings["transfer.checksum"] = "crc32"
     return KVCache.create(SPARSE, load_config(None, settings), Subject(load_plugins(()), state=Sparse()))
 
 

@@ -12,12 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcore import KVCache, ModelSpec, load_config, load_plugins
 from kvcore.contract import FULL, Format, Support, unsupported
 from kvcore.errors import LayoutError
 from kvcore.layout import ArenaOrder, Axis, BlockOf, Field, Layout, Region, SpaceSpec, UnitRange, padding, region
 from kvcore.layout.moves import Program, run_program
 from kvcore.spec import LayerGroup, Shard
 from kvcore.testing import GROUPS, FormatSuite
+from kvcore.testing.harness import pull
 from kvcore.testing.memory import element_offsets
 
 ITEM = {"u8": 1, "i8": 1, "fp16": 2, "fp32": 4}
@@ -123,6 +125,37 @@ def test_equal_records_move_whole(cases: ModuleType) -> None:
     placed = layout.place({"pages": 3})
     assert [move.run_bytes for move in Program.build(layout, placed, layout, placed).moves] == [layout.envelope_bytes]
     assert Layout.from_json(layout.to_json()) == layout
+
+
+def test_records_arrive_checked() -> None:
+    """Into the other arena order, with checksums over what was read: the values stored, token by token."""
+    group = GROUPS["grouped"]
+    config = {"cache.format": "bf16", "cache.memory": "256KiB", "cache.page_size": 4, "transfer.checksum": "crc32"}
+    rows = {t.name: torch.randn(11, t.num_heads, t.head_dim) for t in group.tensors}
+
+    def made(arena: str) -> KVCache:
+        settings = load_config(None, {**config, "cache.arena": arena})
+        return KVCache.create(ModelSpec("m", (group,), "fp32"), settings, load_plugins(()), formats={"full": Q8()})
+
+    def read(cache: KVCache, layer: int) -> dict[str, torch.Tensor]:
+        out = {name: torch.full_like(x, torch.nan) for name, x in rows.items()}
+        cache.store.load(layer, torch.from_numpy(cache.slots("a", "full", 0, 11)), out)
+        return out
+
+    with made("page_major") as source, made("layer_major") as target:
+        for cache in (source, target):
+            cache.admit("other", 3 if cache is source else 9)  # so that units differ
+        source.admit("a", 11)
+        with source.begin([("a", 11)]) as step:
+            for layer in group.layers:
+                step.store(layer, rows)
+            step.commit()
+        sent = {layer: read(source, layer) for layer in group.layers}
+        pull(source, target, "a", 11)
+        for layer in group.layers:
+            got = read(target, layer)
+            assert all(torch.equal(got[name], sent[layer][name]) for name in rows)
+            assert all(float((got[name] - x).abs().max()) < 0.03 for name, x in rows.items())
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
