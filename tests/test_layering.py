@@ -38,7 +38,7 @@ ORDER = """
     transfer.shm transfer.shm.windows transfer.shm.memfd transfer.shm.stage_wire transfer.shm.stage_server
     transfer.shm.stage_channel transfer.shm.stage_reader transfer.shm.server transfer.shm.transport
     retraction retraction.fit retraction.retractor
-    engine engine.turns engine.sizing engine.fitting engine.links engine.assembly engine.handover engine.sides engine.peers engine.poison engine.step engine.step_rules engine.cache
+    engine engine.turns engine.sizing engine.fitting engine.links engine.assembly engine.handover engine.sides engine.peers engine.exchange engine.poison engine.step engine.step_rules engine.cache
 """.split()  # noqa: SIM905 - a line a layer
 
 # The only ones that may load torch when they are imported.
@@ -49,6 +49,7 @@ TENSORS = [
     "engine.handover",
     "engine.sides",
     "engine.peers",
+    "engine.exchange",
     "engine.poison",
     "engine.step",
     "engine.step_rules",

@@ -14,17 +14,17 @@ transport) by step plans. An engine's loop is::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvcore.config import Config
-from kvcore.contract import Format, PoolView, Transport, Unique
+from kvcore.contract import Format, PoolView, Unique
 from kvcore.engine.assembly import Parts, assemble
-from kvcore.engine.links import open_transport
+from kvcore.engine.exchange import Exchange
 from kvcore.engine.peers import ReceiveSide, SendSide
 from kvcore.engine.poison import poisoning
 from kvcore.engine.step import Step
@@ -37,7 +37,6 @@ from kvcore.plugins.dispatch import KernelChoice
 from kvcore.requests.manager import ManagerStats, Request
 from kvcore.retraction.retractor import RetractionHandle, RetractionStats
 from kvcore.spec import ModelSpec, Ranks, Shard
-from kvcore.transfer.messages.manifest import Manifest, new_instance
 
 if TYPE_CHECKING:
     import torch
@@ -89,10 +88,9 @@ class KVCache(Unique):
         self.ranks = ranks
         self._retractor = parts.retractor
         self._holders = parts.holders
-        self._registry = registry
         self._turns = Turns()
         self._step: Step | None = None
-        self._sides: list[SendSide | ReceiveSide] = []
+        self._exchange = Exchange(parts, model, config, registry, shard, ranks, self._turns)
         self.poison_freed = False
 
     @classmethod
@@ -137,13 +135,13 @@ class KVCache(Unique):
         Raises RequestError while stored bytes could depend on the old values: requests live or retracted, or a peer that
         was told of them. LayoutError for values that do not match the layout; nothing is changed then.
         """
-        if self.manager.requests or self._retractor.num_kept or self._sides:
+        if self.manager.requests or self._retractor.num_kept or len(self._exchange):
             raise RequestError(
                 "constants are in use",
                 group=group,
                 requests=len(self.manager.requests),
                 retracted=self._retractor.num_kept,
-                peers=len(self._sides),
+                peers=len(self._exchange),
                 remedy="set them before the first request and before serve or connect",
             )
         self.store.set_constants(group, values)
@@ -170,7 +168,9 @@ class KVCache(Unique):
         self._retractor.poll()
         if 0 < self.model.max_length < num_tokens:
             return False
-        return self._over_budget() is None and self.manager.can_admit(num_tokens, headroom_tokens=headroom_tokens)
+        return self._exchange.over_budget() is None and self.manager.can_admit(
+            num_tokens, headroom_tokens=headroom_tokens
+        )
 
     @while_open
     def admit(self, request_id: str, num_tokens: int) -> Request:
@@ -189,7 +189,7 @@ class KVCache(Unique):
                 num_tokens=num_tokens,
                 capacity=longest,
             )
-        held = self._over_budget()
+        held = self._exchange.over_budget()
         if held is not None:
             raise CapacityError(
                 "finished prompts wait for decode processes and hold their share of the memory",
@@ -210,7 +210,7 @@ class KVCache(Unique):
 
         A second call raises UnknownRequestError.
         """
-        self._let_go(request_id)
+        self._exchange.let_go(request_id)
         with self._poisoning(request_id):
             self.manager.release(request_id)
             self.store.invalidate(request_id)
@@ -271,8 +271,7 @@ class KVCache(Unique):
         RequestError too while it is in a transfer (unless ``num_tokens`` is 0): what was sent would be computed again.
         """
         if num_tokens:
-            for side in self._sides:
-                side.refuse_rollback(request_id)
+            self._exchange.refuse_rollback(request_id)
         with self._poisoning(request_id):
             return self.manager.rollback(request_id, num_tokens)
 
@@ -301,8 +300,7 @@ class KVCache(Unique):
         demand_size(rows, self.config.cache)
         if speculative:
             self._holders.demand_checkpoints()
-        for side in self._sides:
-            side.refuse_steps(request_id for request_id, _ in rows)
+        self._exchange.refuse_steps(request_id for request_id, _ in rows)
         demand_length(rows, self.manager, self.model.max_length)
         plan = self._retractor.with_room(lambda: self.manager.plan_step(rows, speculative=speculative))
         try:
@@ -310,7 +308,7 @@ class KVCache(Unique):
         except BaseException:
             self.manager.abandon(plan, ran=False)
             raise
-        self._step = Step(self.manager, self.store, plan, self._turns, self._abandoned)
+        self._step = Step(self.manager, self.store, plan, self._turns, self._exchange.abandoned)
         return self._step
 
     @property
@@ -326,7 +324,7 @@ class KVCache(Unique):
 
         See :meth:`kvcore.retraction.retractor.Retractor.retract`.
         """
-        self._let_go(request_id)
+        self._exchange.let_go(request_id)
         with self._poisoning(request_id):
             return self._retractor.retract(request_id, engine_data)
 
@@ -345,10 +343,7 @@ class KVCache(Unique):
     @while_open
     def serve(self) -> SendSide:
         """Offer requests of this cache to other processes; ``address`` of the result is what they connect to."""
-        manifest, config = self._manifest("sender"), self.config.transfer
-        side = SendSide.open(manifest, config, self._transport(), self.manager, self.store, turns=self._turns)
-        self._sides.append(side)
-        return side
+        return self._exchange.serve()
 
     @while_open
     def connect(self, addresses: str | Sequence[str]) -> ReceiveSide:
@@ -357,45 +352,7 @@ class KVCache(Unique):
         Heads and layers are matched by their ids, whatever the two engines' degrees and stages are. Raises
         HandshakeError for what cannot be converted, and for what no rank of the sender holds.
         """
-        manifest, config = self._manifest("receiver"), self.config.transfer
-        poll = self._retractor.poll
-        side = ReceiveSide.open(
-            addresses, manifest, config, self._transport(), self.manager, self.store, poll, turns=self._turns
-        )
-        self._sides.append(side)
-        return side
-
-    def _abandoned(self, request_ids: Collection[str]) -> None:
-        for side in self._sides:
-            if isinstance(side, SendSide):
-                side.abandoned(request_ids)
-
-    def _over_budget(self) -> dict[str, Any] | None:
-        fraction = self.config.transfer.held_fraction
-        found = (side.over_budget(fraction) for side in self._sides if isinstance(side, SendSide))
-        return next((facts for facts in found if facts is not None), None)
-
-    def _let_go(self, request_id: str) -> None:
-        for side in self._sides:
-            side.let_go(request_id)
-
-    def _manifest(self, role: Literal["sender", "receiver"]) -> Manifest:
-        self.store.require_constants()
-        return Manifest(
-            instance=new_instance(),
-            role=role,
-            model=self.model.fingerprint(),
-            layouts=self.layouts,
-            units=self.capacity.units,
-            transport=self.config.transfer.transport,
-            shard=self.shard,
-            ranks=self.ranks,
-            constants={group: self.store.constants(group) for group in self.layouts},
-            checksum=self.config.transfer.checksum,
-        )
-
-    def _transport(self) -> Transport:
-        return open_transport(self.config, self._registry, self.layouts)
+        return self._exchange.connect(addresses)
 
     # --- inspection, end ---
 
@@ -425,8 +382,7 @@ class KVCache(Unique):
         if self.open_step is not None:
             self.open_step.abandon()
         self._turns.closed = True
-        for side in self._sides:
-            side.close()
+        self._exchange.close()
         self._retractor.close()
         self.store.close()
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 import zmq.auth
 
 from kvcore.config import Config, TransferConfig
-from kvcore.contract import Transport
-from kvcore.errors import ConfigError
+from kvcore.contract import Arena, Transport
+from kvcore.errors import ConfigError, PluginError
 from kvcore.layout import Layout
 from kvcore.plugins import Registry
 from kvcore.transfer.wire.endpoint import CurveKeys
@@ -39,6 +40,35 @@ def open_transport(config: Config, registry: Registry, layouts: Mapping[str, Lay
         transport.close()
         raise
     return transport
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The one transport of a cache, that all its sides share, and what its peers are told to reach it by."""
+
+    transport: Transport
+    record: bytes
+
+
+def register(transport: Transport, arenas: Mapping[str, Arena]) -> Registered:
+    """Make arenas known to a transport, and close it where that fails.
+
+    Raises:
+        PluginError: its endpoint record is no bytes: the peer would fail over a manifest that nobody can decode.
+    """
+    try:
+        record = transport.register(arenas)
+        if not isinstance(record, bytes):
+            raise PluginError(
+                "a transport's register() returns an endpoint record as bytes",
+                transport=transport.name,
+                expected="bytes",
+                got=type(record).__name__,
+            )
+    except BaseException:
+        transport.close()
+        raise
+    return Registered(transport, record)
 
 
 def check_transfer(config: Config, registry: Registry, layouts: Mapping[str, Layout]) -> None:

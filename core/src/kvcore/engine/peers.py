@@ -9,10 +9,10 @@ from typing import Any, Self
 import numpy as np
 
 from kvcore.config import TransferConfig
-from kvcore.contract import DONE, Fence, Transport
+from kvcore.contract import DONE, Fence
 from kvcore.engine.handover import EarlyLayers, Held
-from kvcore.engine.links import keys_of
-from kvcore.engine.sides import Side, arrays_of, options_of
+from kvcore.engine.links import Registered, keys_of
+from kvcore.engine.sides import Side, arrays_of, forget, options_of
 from kvcore.engine.turns import Turns, in_turn
 from kvcore.errors import EmptyPromptError, RequestError, TransferError
 from kvcore.layout import Int64Array
@@ -57,13 +57,13 @@ class SendSide(Side[SendEvent]):
     def __init__(
         self,
         endpoint: SenderEndpoint,
-        transport: Transport,
         manager: Manager,
         store: Store,
         *,
         turns: Turns | None = None,
+        on_close: Callable[[Side[Any]], None] = forget,
     ) -> None:
-        super().__init__(endpoint, transport, manager, store, turns)
+        super().__init__(endpoint, manager, store, turns, on_close)
         self._endpoint = endpoint
         self._begun: dict[str, Held] = {}
         self._totals: dict[str, int] = {}
@@ -75,27 +75,28 @@ class SendSide(Side[SendEvent]):
         cls,
         manifest: Manifest,
         config: TransferConfig,
-        transport: Transport,
+        link: Registered,
         manager: Manager,
         store: Store,
         *,
         turns: Turns | None = None,
+        on_close: Callable[[Side[Any]], None] = forget,
     ) -> Self:
-        """Register the arenas and start serving. Takes ownership of ``transport``, also when it fails."""
-        try:
-            record = transport.register(store.arenas())
-            manifest = manifest.serving(record)
-            endpoint = SenderEndpoint(
-                manifest,
-                bind=config.bind,
-                options=options_of(config),
-                keys=keys_of(config),
-                checksums=SenderChecksums(manifest, arrays_of(store)) if config.checksum != "none" else None,
-            )
-        except BaseException:
-            transport.close()
-            raise
-        return cls(endpoint, transport, manager, store, turns=turns)
+        """Start serving; ``on_close`` is called with the side once it is closed."""
+        manifest = manifest.serving(link.record)
+        endpoint = SenderEndpoint(
+            manifest,
+            bind=config.bind,
+            options=options_of(config),
+            keys=keys_of(config),
+            checksums=SenderChecksums(manifest, arrays_of(store)) if config.checksum != "none" else None,
+        )
+        return cls(endpoint, manager, store, turns=turns, on_close=on_close)
+
+    @property
+    def holds_units(self) -> bool:
+        """Whether units are held for a transfer."""
+        return bool(self._begun)
 
     @property
     def address(self) -> str:
@@ -265,14 +266,14 @@ class ReceiveSide(Side[ReceiveEvent]):
     def __init__(
         self,
         endpoint: ReceiverEndpoint,
-        transport: Transport,
         manager: Manager,
         store: Store,
         before_admit: Callable[[], None] = lambda: None,
         *,
         turns: Turns | None = None,
+        on_close: Callable[[Side[Any]], None] = forget,
     ) -> None:
-        super().__init__(endpoint, transport, manager, store, turns)
+        super().__init__(endpoint, manager, store, turns, on_close)
         self._endpoint = endpoint
         self._before_admit = before_admit
         self._filling: dict[str, Held] = {}
@@ -283,31 +284,33 @@ class ReceiveSide(Side[ReceiveEvent]):
         addresses: str | Sequence[str],
         manifest: Manifest,
         config: TransferConfig,
-        transport: Transport,
+        link: Registered,
         manager: Manager,
         store: Store,
         before_admit: Callable[[], None] = lambda: None,
         *,
         turns: Turns | None = None,
+        on_close: Callable[[Side[Any]], None] = forget,
     ) -> Self:
-        """Connect to every rank of the sender and shake hands. Takes ownership of ``transport``, also when it fails.
+        """Connect to every rank of the sender and shake hands.
 
         ``before_admit`` is called before units are allocated for a request: to give back those whose copies have ended.
+        ``on_close`` is called with the side once it is closed.
         """
-        try:
-            transport.register(store.arenas())
-            endpoint = ReceiverEndpoint(
-                addresses,
-                manifest,
-                transport,
-                options=options_of(config),
-                keys=keys_of(config),
-                checksums=ReceiverChecksums(manifest, arrays_of(store)) if config.checksum != "none" else None,
-            )
-        except BaseException:
-            transport.close()
-            raise
-        return cls(endpoint, transport, manager, store, before_admit, turns=turns)
+        endpoint = ReceiverEndpoint(
+            addresses,
+            manifest,
+            link.transport,
+            options=options_of(config),
+            keys=keys_of(config),
+            checksums=ReceiverChecksums(manifest, arrays_of(store)) if config.checksum != "none" else None,
+        )
+        return cls(endpoint, manager, store, before_admit, turns=turns, on_close=on_close)
+
+    @property
+    def holds_units(self) -> bool:
+        """Whether units are held for a transfer."""
+        return bool(self._filling)
 
     @in_turn
     def ask(self, request_id: str, num_tokens: int) -> None:

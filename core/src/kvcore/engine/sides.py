@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
-from typing import Generic
+from collections.abc import Callable, Iterable
+from typing import Any, Generic
 
 from kvcore.config import TransferConfig
-from kvcore.contract import Transport, Unique
+from kvcore.contract import Unique
 from kvcore.engine.turns import Turns, in_turn
 from kvcore.errors import RequestError, TransferError, UnknownRequestError
 from kvcore.layout.moves import Bytes
@@ -24,11 +24,16 @@ class Side(Unique, ABC, Generic[EventT]):
     """What both ends share: the endpoint, and events that reach the engine once their units are seen to."""
 
     def __init__(
-        self, link: Endpoint[EventT], transport: Transport, manager: Manager, store: Store, turns: Turns | None
+        self,
+        link: Endpoint[EventT],
+        manager: Manager,
+        store: Store,
+        turns: Turns | None,
+        on_close: Callable[[Side[Any]], None],
     ) -> None:
         self._turns = turns or Turns()
         self._link = link
-        self._transport = transport
+        self._on_close = on_close
         self._manager = manager
         self._store = store
         self._queue: deque[EventT] = deque()
@@ -58,7 +63,12 @@ class Side(Unique, ABC, Generic[EventT]):
         """Abort what is under way and leave nothing behind. Idempotent."""
         self._link.close()
         self._drain()
-        self._transport.close()
+        self._on_close(self)
+
+    @property
+    @abstractmethod
+    def holds_units(self) -> bool:
+        """Whether units are held for a transfer: of a closed side, because reads into them may never end."""
 
     @in_turn
     def let_go(self, request_id: str) -> None:
@@ -126,6 +136,10 @@ class Side(Unique, ABC, Generic[EventT]):
     @abstractmethod
     def _abort(self, request_id: str, reason: str) -> None:
         """Give a request up; its final event follows."""
+
+
+def forget(side: Side[Any]) -> None:
+    """Nobody keeps the side."""
 
 
 def options_of(config: TransferConfig) -> TransferOptions:

@@ -114,7 +114,7 @@ class DecodeRank(Rank):
             lambda record: Connection(self.copier, world.served[record], arenas),
         )  # fmt: skip
         device: Any = Device(self.shape)
-        self.lines[engine] = Line(port, ReceiveSide(port, device, self.cache.manager, device))
+        self.lines[engine] = Line(port, ReceiveSide(port, self.cache.manager, device))
 
     def claim(self, group: str, units: Ids) -> list[Ask]:
         """Who is owed the bytes that land in these units. Nobody may write into any other."""

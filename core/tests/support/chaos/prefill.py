@@ -66,7 +66,7 @@ class PrefillRank(Rank):
         self.port = SendPort(world.net, place.name, manifest, world.options)
         device: Any = Device(shape)
         port: Any = self.port
-        self.side = SendSide(port, device, self.cache.manager, device)
+        self.side = SendSide(port, self.cache.manager, device)
         self.owed: dict[str, int] = {}
         """Begins whose final event has not come."""
 
