@@ -50,10 +50,24 @@ class ChosenKernels:
 
     def bind(self, pool: PoolView, group: LayerGroup, format: Format) -> KernelTable:
         """Resolve every op to the function called per step."""
-        bound = {op: kernel.bind(pool, group, format) for op, kernel in self.kernels.items()}
+        bound = {op: _bound(kernel, pool, group, format) for op, kernel in self.kernels.items()}
         standard = {op: bound[op] if op in bound else _absent(op, format) for op in OPS}
         others = {op: function for op, function in bound.items() if op not in OPS}
         return KernelTable(**standard, others=others, choices=self.choices)
+
+
+def _bound(kernel: Kernel, pool: PoolView, group: LayerGroup, format: Format) -> Callable[..., Fence]:
+    try:
+        return kernel.bind(pool, group, format)
+    except ImportError as error:
+        raise PluginError(
+            "a kernel needs a module that is not installed",
+            kernel=kernel.name,
+            op=kernel.op,
+            module=error.name,
+            cause=str(error),
+            remedy="install it; kvcore plugins shows whether the plugin asks for it",
+        ) from error
 
 
 def _absent(op: Op, format: Format) -> Callable[..., Fence]:

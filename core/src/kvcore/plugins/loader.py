@@ -22,6 +22,7 @@ from kvcore.contract import CONTRACT, Command, PluginInfo
 from kvcore.errors import ConfigError, PluginError, nearest
 from kvcore.log import get_logger
 from kvcore.plugins import hookspecs
+from kvcore.plugins.needs import missing_needs
 from kvcore.plugins.registry import KINDS, LoadedPlugin, Registry, collect, describe_cause
 
 __all__ = [
@@ -56,7 +57,8 @@ class PluginReport(msgspec.Struct, frozen=True):
         distribution, version: where it comes from.
         contract: the contract it was written for; None where it could not be read.
         provides: kind → names; of a plugin that failed, what its metadata promises.
-        error: :meth:`kvcore.errors.KVCoreError.as_dict` of what is wrong, None when healthy.
+        missing: what it needs that is not installed: it can be enabled, and fails when it uses that.
+        error: :meth:`kvcore.errors.KVCoreError.as_dict` of what is wrong, None when it can be enabled.
     """
 
     name: str
@@ -66,12 +68,13 @@ class PluginReport(msgspec.Struct, frozen=True):
     summary: str = ""
     requires: tuple[str, ...] = ()
     provides: dict[str, tuple[str, ...]] = {}
+    missing: tuple[str, ...] = ()
     error: dict[str, Any] | None = None
 
     @property
     def healthy(self) -> bool:
-        """Whether it can be enabled."""
-        return self.error is None
+        """Whether it can be enabled and has what it needs."""
+        return self.error is None and not self.missing
 
 
 # --- what is installed -----------------------------------------------------------------------------------------------
@@ -276,6 +279,7 @@ def discover(*, deep: bool = False) -> tuple[PluginReport, ...]:
                     summary=info.summary if info else "",
                     requires=tuple(info.requires) if info else (),
                     provides=provides,
+                    missing=missing_needs(entry),
                     error=failure.as_dict() if failure else None,
                 )
             )

@@ -62,6 +62,8 @@ def _cells(report: PluginReport) -> tuple[str, ...]:
         fields = report.error["fields"]
         details = [str(fields["cause"])] if fields.get("cause") else [f"{k}: {v}" for k, v in fields.items()]
         health = "\n".join([f"BROKEN: {report.error['message']}", *details, report.error["remedy"]]).rstrip()
+    elif report.missing:
+        health = "\n".join(f"INCOMPLETE: needs {need}, and is not installed" for need in report.missing)
     return name, f"{report.distribution} {report.version}", contract, provides, health
 
 
