@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from typing import Any
 
 import structlog
@@ -30,6 +31,16 @@ class Logger:
 def get_logger(name: str) -> Logger:
     """Return the logger of a part of kvcore: ``kvcore.transfer``, …"""
     return Logger(name)
+
+
+_LONGEST_TRACE = 20_000
+"""Characters of a traceback that a line carries: its end, which says what happened."""
+
+
+def plain_trace(error: BaseException) -> str:
+    """The traceback of an error as text, without the values of local variables: a renderer that shows them would work for
+    minutes on what a peer has sent."""
+    return "".join(traceback.format_exception(error))[-_LONGEST_TRACE:]
 
 
 def _quiet(name: str) -> Any:

@@ -318,6 +318,45 @@ def test_garbage_from_the_sender_fails_the_receiver_typed(kit: ModuleType, hosts
     assert take(receiver.endpoint, ReceiveFailed).error.code == "protocol"
 
 
+@pytest.mark.parametrize("host", ["sender", "receiver"])
+@pytest.mark.parametrize("where", ["handled", "encoded"])
+def test_what_one_message_breaks_is_not_the_thread(
+    kit: ModuleType, hosts: Any, monkeypatch: pytest.MonkeyPatch, host: str, where: str
+) -> None:
+    """A bug or want of memory met by one peer's message ends that request or conversation; others are served."""
+    sender, bad, good = hosts("sender", "s"), hosts("receiver", "r"), hosts("receiver", "q")
+    sender.serve()
+    bad.connect(sender.endpoint.address)
+    good.connect(sender.endpoint.address)
+    bad.endpoint.ask("x", {kit.KEY: np.array([7, 8])}, 0, 8)
+    sender.endpoint.begin("x", 8)
+    sender.endpoint.offer("x", 0, 4, [kit.payload([3], 0)])
+    take(bad.endpoint, ReceiveProgress)
+    victim = sender if host == "sender" else bad
+    session = victim.endpoint._session
+    peer = b"r" if host == "sender" else b"0"
+    with victim.endpoint._lock:
+        if where == "handled":
+            plain = session.handle
+
+            def handle(who: bytes, message: Any) -> None:
+                if who == peer:
+                    raise MemoryError
+                plain(who, message)
+
+            monkeypatch.setattr(session, "handle", handle)
+        else:
+            src, dst = ("s", "r") if host == "sender" else ("r", "s")
+            outbox = session._outbox if host == "sender" else session.links[0]._outbox
+            outbox.append((b"r", control.Heartbeat(src=src, dst=dst, renew=(control.Renewal("y", 2**70),))))
+            victim.endpoint._wake()
+    failed = take(sender.endpoint, SendFailed)
+    assert (failed.request, failed.error.code) == ("x", "protocol")
+    assert take(bad.endpoint, ReceiveFailed).error.code == "protocol"
+    monkeypatch.undo()
+    pull(kit, sender, good, "y", [3], [5])
+
+
 def test_a_failing_io_thread_is_no_silence(kit: ModuleType, pair: Any) -> None:
     sender, receiver = pair
     receiver.endpoint.ask("x", {kit.KEY: np.array([7])}, 0, 4)

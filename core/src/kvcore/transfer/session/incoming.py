@@ -184,11 +184,17 @@ def check_complete(plan: PeerPlan, record: Incoming) -> None:
 
 
 def check_commit(record: Incoming, commit: control.Commit) -> None:
-    """Raise ProtocolError for a commit that nobody asked for, or of something else than what was pulled."""
+    """Raise ProtocolError for a commit that nobody asked for, or of something else or more than what was pulled."""
     got = (commit.num_tokens, commit.num_offers, commit.nbytes)
     expected = (record.stop, record.next_seq, record.nbytes)
     if record.asked_commit_at is None or got != expected:
         raise ProtocolError("commit does not match what was pulled", request=record.request, expected=expected, got=got)
+    total = sum(record.nbytes.values())
+    if commit.pulled_early_bytes > total:
+        raise ProtocolError(
+            "more bytes were pulled early than at all", request=record.request, expected=f"at most {total}",
+            got=commit.pulled_early_bytes,
+        )  # fmt: skip
 
 
 def pull_of(plan: PeerPlan, record: Incoming, offer: control.Offer) -> Pull:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -225,12 +224,29 @@ def check_ask(record: Outgoing, ask: Ask) -> None:
         )  # fmt: skip
 
 
-def check_pulled(record: Outgoing, reader: Reader, message: control.Pulled, components: AbstractSet[str]) -> None:
-    """Raise ProtocolError for a report of an offer that was not made or was reported, or of foreign components."""
+def check_pulled(record: Outgoing, reader: Reader, message: control.Pulled, manifest: Manifest) -> None:
+    """Raise ProtocolError for a report of an offer that was not made or was reported, or of more bytes than lie in it."""
     if message.seq >= reader.sent or message.seq in reader.pulled:
         raise ProtocolError("offer reported pulled out of turn", request=record.request, seq=message.seq)
-    if not components >= set(message.nbytes):
-        raise ProtocolError("unknown components", request=record.request, got=sorted(message.nbytes)[:8])
+    offered = _offered_bytes(manifest, record.offers_for(reader)[message.seq])
+    for component, count in message.nbytes.items():
+        if count > offered.get(component, 0):
+            raise ProtocolError(
+                "more bytes are reported than were offered", request=record.request, seq=message.seq,
+                component=component, expected=f"at most {offered.get(component, 0)}", got=count,
+            )  # fmt: skip
+
+
+def _offered_bytes(manifest: Manifest, offer: Offered) -> dict[str, int]:
+    """By component: what the units of an offer hold here, padding included. No reader can take more of them."""
+    total: dict[str, int] = {}
+    for payload in offer.payloads:
+        layout = manifest.layouts[payload.group]
+        units = payload.num_units * len(payload.layers or layout.layers)
+        for component in payload.components:
+            size = sum(item.unit_bytes for item in layout.regions_of(component) if payload.range in item.ranges)
+            add_bytes(total, {component: size * units})
+    return total
 
 
 def check_pulled_all(record: Outgoing, reader: Reader, message: control.PulledAll) -> None:

@@ -73,7 +73,6 @@ class SenderSession(Session[SendEvent]):
         self.manifest = manifest
         self.checksums = checksums
         self._manifest_bytes = manifest.encode()
-        self._components = frozenset(c for layout in manifest.layouts.values() for c in layout.components)
         self._peers: dict[Peer, PeerState] = {}
         self._requests: dict[str, Outgoing] = {}
         self._waiting = Waiting()
@@ -380,7 +379,7 @@ class SenderSession(Session[SendEvent]):
             return  # of an attempt that is over: its PulledAll will be answered `expired`
         record, reader = held
         try:
-            check_pulled(record, reader, message, self._components)
+            check_pulled(record, reader, message, self.manifest)
         except ProtocolError as error:
             self._fail(record, error)
             return

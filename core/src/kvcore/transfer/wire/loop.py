@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from kvcore.errors import ConfigError, ProtocolError, TransferError
-from kvcore.log import get_logger
+from kvcore.log import get_logger, plain_trace
 from kvcore.transfer.messages import control
 from kvcore.transfer.session.base import (
     EventT,
@@ -227,7 +227,12 @@ class Endpoint(Generic[EventT]):
 
     def _send_all(self) -> None:
         for peer, message in self._session.outbox():
-            self._send(peer, control.encode(message))
+            try:
+                data = control.encode(message)
+            except Exception as error:  # noqa: BLE001 -- see _mishandled
+                self._mishandled(peer, message, error)
+            else:
+                self._send(peer, data)
 
     def _receive(self, data: bytes, peer: Peer) -> None:
         try:
@@ -235,7 +240,22 @@ class Endpoint(Generic[EventT]):
         except ProtocolError as error:
             self._broken(peer, error)
             return
-        self._handle(peer, message)
+        try:
+            self._handle(peer, message)
+        except Exception as error:  # noqa: BLE001 -- see _mishandled
+            self._mishandled(peer, message, error)
+
+    def _mishandled(self, peer: Peer, message: control.AnyMessage, cause: Exception) -> None:
+        """End what a message was about that could not be handled, answered or encoded: the request that it names, else
+        the conversation with its peer. Whatever the cause, the thread goes on serving the others."""
+        kind = type(message).__name__.lower()
+        _log.error("message not handled", endpoint=self._name, peer=peer.hex(), type=kind, trace=plain_trace(cause))
+        if isinstance(message, control.Bye):
+            return  # never answered
+        about = {name: getattr(message, name) for name in ("request", "attempt") if hasattr(message, name)}
+        self._broken(
+            peer, ProtocolError("message could not be handled", type=kind, cause=type(cause).__name__, **about)
+        )
 
     def _timeout_s(self) -> float:
         return self._session.options.heartbeat_s / 4
