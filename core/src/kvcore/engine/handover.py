@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvcore.errors import RequestError
 from kvcore.layout import Int64Array
@@ -83,3 +87,56 @@ class Held:
     def _end(self) -> None:
         for hold in self._holds:
             hold.release()
+
+
+class Finished:
+    """Prompts that wait to be taken over, and how many units they hold: counted as they come and go, so that asking costs
+    the same whatever they hold."""
+
+    def __init__(self) -> None:
+        self._units: dict[str, list[tuple[ManagedRange, Int64Array]]] = {}
+        self._owners: dict[ManagedRange, npt.NDArray[np.int32]] = {}  # by unit: prompts that hold it
+        self._counts: dict[ManagedRange, int] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._units
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def add(self, request_id: str, held: Held) -> None:
+        """The whole prompt is offered: nothing is added to what it holds any more."""
+        lists: dict[ManagedRange, list[Int64Array]] = {}
+        for part, ids in held.units():
+            lists.setdefault(part, []).append(ids)
+        units = [(part, np.unique(np.concatenate(ids))) for part, ids in lists.items()]
+        for part, ids in units:
+            owners = self._owners.get(part, np.zeros(0, np.int32))
+            missing = int(ids.max(initial=-1)) + 1 - len(owners)
+            if missing > 0:
+                owners = np.concatenate((owners, np.zeros(max(missing, len(owners)), np.int32)))
+            self._owners[part] = owners
+            self._counts[part] = self._counts.get(part, 0) + int(np.count_nonzero(owners[ids] == 0))
+            owners[ids] += 1
+        self._units[request_id] = units
+
+    def discard(self, request_id: str) -> None:
+        """It was taken over, or given up."""
+        for part, ids in self._units.pop(request_id, ()):
+            owners = self._owners[part]
+            owners[ids] -= 1
+            self._counts[part] -= int(np.count_nonzero(owners[ids] == 0))
+
+    def over(self, fraction: float) -> dict[str, Any] | None:
+        """What is held of the first range of which more than ``fraction`` is held; None where none is."""
+        for part, count in self._counts.items():
+            limit = int(fraction * part.allocator.capacity)
+            if count > limit:
+                return {
+                    "group": part.budget.group,
+                    "range": part.budget.range,
+                    "held_units": count,
+                    "limit_units": limit,
+                    "prompts": len(self._units),
+                }
+        return None

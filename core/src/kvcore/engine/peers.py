@@ -6,20 +6,16 @@ import contextlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Self
 
-import numpy as np
-
 from kvcore.config import TransferConfig
 from kvcore.contract import DONE, Fence
-from kvcore.engine.handover import EarlyLayers, Held
+from kvcore.engine.handover import EarlyLayers, Finished, Held
 from kvcore.engine.links import Registered, keys_of
 from kvcore.engine.sides import Side, arrays_of, forget, options_of
 from kvcore.engine.turns import Turns, in_turn
 from kvcore.errors import EmptyPromptError, RequestError, TransferError
-from kvcore.layout import Int64Array
 from kvcore.memory.store import Store
 from kvcore.requests.manager import Manager
 from kvcore.requests.payload import Payload
-from kvcore.requests.ranges import ManagedRange
 from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.base import (
     ReceiveDone,
@@ -68,7 +64,7 @@ class SendSide(Side[SendEvent]):
         self._begun: dict[str, Held] = {}
         self._totals: dict[str, int] = {}
         self._early: dict[str, EarlyLayers] = {}
-        self._finished: set[str] = set()
+        self._finished = Finished()
 
     @classmethod
     def open(
@@ -143,7 +139,7 @@ class SendSide(Side[SendEvent]):
         self._endpoint.offer(request_id, start, stop, payloads, last=last, engine_data=engine_data)
         self._early.pop(request_id, None)
         if last:
-            self._finished.add(request_id)
+            self._finished.add(request_id, self._begun[request_id])
 
     @in_turn
     def layerwise(self, request_id: str) -> bool:
@@ -198,25 +194,10 @@ class SendSide(Side[SendEvent]):
 
         Prefill must not go on filling memory that decode processes are too slow, or too dead, to take over.
         """
-        if self._finished:
+        if len(self._finished):
             with contextlib.suppress(TransferError):  # an endpoint that has failed says so where it is used
                 self._drain()
-        held: dict[ManagedRange, list[Int64Array]] = {}
-        for request_id in self._finished:
-            for part, ids in self._begun[request_id].units():
-                held.setdefault(part, []).append(ids)
-        for part, lists in held.items():
-            units = np.unique(np.concatenate(lists))
-            limit = int(fraction * part.allocator.capacity)
-            if len(units) > limit:
-                return {
-                    "group": part.budget.group,
-                    "range": part.budget.range,
-                    "held_units": len(units),
-                    "limit_units": limit,
-                    "prompts": len(self._finished),
-                }
-        return None
+        return self._finished.over(fraction)
 
     def _layers(self, group: str) -> tuple[int, ...]:
         return self._store.pools[group].layout.layers
