@@ -26,6 +26,7 @@ from kvcore.contract import ReadJob
 from kvcore.errors import ConfigError, PeerLostError, TransferError, UnsupportedError
 from kvcore.layout.moves import Program
 from kvcore.transfer.copier import CopyTask, InlineCopier, ThreadCopier
+from kvcore.transfer.shm import memfd
 from kvcore.transfer.shm.transport import ShmEndpoint, ShmTransport
 
 CHILD = Path(__file__).parents[1] / "support" / "transfer_child.py"
@@ -206,6 +207,20 @@ def test_arenas_that_could_shrink_are_not_mapped(kit: ModuleType) -> None:
         client.connect(record)
     for item in (client, server, arena, local):
         item.close()
+
+
+def test_connecting_commits_no_page_of_the_owner() -> None:
+    """An owner may leave memory out until it is used; and pages of tens of GiB are not walked while a peer waits."""
+    fd, array = memfd.create("lazy", 64 << 20, populate=False)
+    mapped = memfd.Mapping(fd, 64 << 20)
+    try:
+        assert os.fstat(fd).st_blocks == 0
+        array[5 << 20] = 7
+        assert mapped.array[5 << 20] == 7
+        assert os.fstat(fd).st_blocks * 512 <= 2 << 20
+    finally:
+        mapped.close()
+        os.close(fd)
 
 
 def test_registration(kit: ModuleType) -> None:

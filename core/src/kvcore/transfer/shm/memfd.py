@@ -46,7 +46,9 @@ class Mapping:
         if not fcntl.fcntl(fd, _F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             # Reading pages that the owner has cut off would kill this process.
             raise TransferError("peer's arena is not sealed against shrinking")
-        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+        # Not populated: that would hold up whoever connects for seconds, and commit what a lazy owner has left out. The
+        # first read of a page takes twice as long, once.
+        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         self.array: Bytes = np.frombuffer(self._map, np.uint8)
 
     def close(self) -> None:
