@@ -43,3 +43,16 @@ def test_codes_are_distinct(cls: type[KVCoreError]) -> None:
     assert [item for item in family(KVCoreError) if item.code == cls.code and item.__module__ == "kvcore.errors"] == [
         cls
     ]
+
+
+def test_fields_nested_without_end_have_a_plain_form() -> None:
+    cycle: list[object] = []
+    cycle.append(cycle)
+    deep: object = 1
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (cycle, deep):
+        error = LayoutError("m", got=value)
+        assert len(str(error.as_dict())) < 5000
+        assert str(error).startswith("m (got=")
+    assert str(LayoutError("m", got=10**5000)).startswith("m (got=0x")

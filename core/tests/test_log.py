@@ -9,7 +9,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from kvcore.log import get_logger
+from kvcore.log import get_logger, plain_trace
 from kvcore.plugins import load_plugins
 
 LOG = get_logger("kvcore.test")
@@ -71,3 +71,22 @@ def test_every_logger_of_core_is_one_of_these(capsys: pytest.CaptureFixture[str]
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
+
+
+def test_tracebacks_show_no_values_of_locals(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rendering them costs minutes where one is large, and a log is no place for what was computed."""
+
+    def fails() -> None:
+        secret = "s3cret" + "!"  # noqa: F841
+        raise ValueError("a bug")
+
+    try:
+        fails()
+    except ValueError as error:
+        LOG.exception("it failed")
+        shown = capsys.readouterr().err
+        trace = plain_trace(error)
+    for text in (shown, trace):
+        assert "ValueError: a bug" in text
+        assert "s3cret!" not in text
+    assert len(plain_trace(ValueError("x" * 10**6))) == 20_000

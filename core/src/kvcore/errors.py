@@ -61,16 +61,24 @@ def _shown(value: Any) -> str:
         text = repr(value)
     except RecursionError:
         text = f"<{type(value).__name__}, nested too deeply to be shown>"
+    except ValueError:  # Python refuses to write integers of thousands of digits
+        text = hex(value) if isinstance(value, int) else f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} characters)"
 
 
-def _plain(value: Any) -> Any:
+_DEEPEST = 16
+"""Nesting of a value that its plain form keeps; what lies deeper is shown as text."""
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if depth == _DEEPEST and isinstance(value, list | tuple | set | frozenset | dict):
+        return _shown(value)
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth + 1) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
     return str(value)
 
 

@@ -153,7 +153,74 @@ def test_errors_survive_the_wire() -> None:
     foreign = WireError.of(LayoutError("bad", region="k")).unpack()
     assert type(foreign) is TransferError
     assert foreign.fields == {"region": "k", "code": "layout"}
-    assert type(WireError("nonsense", "m", "", {"self": 1, "message": 2, "remedy": 3}).unpack()) is TransferError
+    named = msgspec.Raw(msgspec.msgpack.encode({"self": 1, "message": 2, "remedy": 3}))
+    assert type(WireError("nonsense", "m", "", named).unpack()) is TransferError
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def _cycle() -> Any:
+    value: dict[str, Any] = {}
+    value["again"] = [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fields": {"got": _nested(8)}},
+        {"fields": {"got": {"a": _nested(600)}}},
+        {"fields": {"got": b"x" * 65536}},
+        {"fields": {"got": [0] * 65536}},
+        {"fields": [1]},
+        {"fields": {"a": {3: 4}}, "code": "x" * 4097},
+        {"message": "x" * 4097},
+        {"remedy": "x" * 4097},
+    ],
+)
+@pytest.mark.parametrize("kind", ["refused", "abort", "bye"])
+def test_an_error_of_a_peer_is_bounded(kit: ModuleType, kind: str, change: dict[str, Any]) -> None:
+    """Size and depth are looked at before anything is built of it; what is over them fails what it was about."""
+    (plain,) = (m for m in _maps(kit) if m["type"] == kind)
+    with pytest.raises(ProtocolError) as found:
+        control.decode(msgspec.msgpack.encode({**plain, "error": {**plain["error"], **change}}))
+    assert found.value.fields.get("request") == plain.get("request")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        _nested(600), _nested(100_000), _cycle(), 2**70, -(2**70), 10**5000, "x" * 10**6, "\ud800", [7] * 10**6,
+        {"k" * 5000: {"\ud800": 1}}, b"x" * 10**6, float("nan"), object(),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_every_error_can_be_told(value: Any) -> None:
+    """An error of one's own is cut to what the other end reads; what it is, and small facts beside it, stay."""
+    error = ProtocolError("m" * 10**6, remedy="r" * 10**6, request="x", got=value, expected=3)
+    sent = control.encode(control.Bye(src="a", dst="b", error=WireError.of(error)))
+    assert len(sent) < 100_000
+    message = control.decode(sent)
+    assert isinstance(message, control.Bye)
+    again = message.error.unpack()
+    assert type(again) is ProtocolError
+    assert again.fields["request"] == "x"
+    assert again.fields["expected"] == 3
+    assert "got" in again.fields
+    assert control.encode(control.Bye(src="a", dst="b", error=WireError.of(again))), "and told on"
+
+
+def test_many_facts_are_told_as_far_as_there_is_room() -> None:
+    error = ProtocolError("m", **{f"fact{n}": "x" * 1000 for n in range(200)})
+    again = WireError.of(error).unpack()
+    assert again.fields["fact0"] == "x" * 1000
+    assert len(again.fields) < 200
+    assert len(msgspec.msgpack.encode(again.fields)) <= control.MAX_ERROR_BYTES
 
 
 @pytest.mark.parametrize("bad", ["", "x" * 257, 3, None])

@@ -380,6 +380,36 @@ def test_a_failing_io_thread_is_no_silence(kit: ModuleType, pair: Any) -> None:
             host.endpoint.events()
 
 
+def test_a_failing_thread_says_so_before_it_is_logged(
+    kit: ModuleType, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program's logger may take its time: engines know by then."""
+    sender, _ = pair
+    sender.endpoint.begin("x", 4)
+    known = threading.Event()
+    seen: list[tuple[bool, dict[str, Any]]] = []
+
+    class Slow:
+        def error(self, event: str, **fields: Any) -> None:
+            seen.append((known.wait(5), fields))
+
+    def broken() -> None:
+        local_of_a_frame = "x" * 10  # noqa: F841
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("kvcore.transfer.wire.loop._log", Slow())
+    sender.endpoint._session.tick = broken
+    assert take(sender.endpoint, SendFailed).request == "x"
+    with pytest.raises(TransferError, match="I/O thread has failed"):
+        sender.endpoint.wait_event(5)
+    known.set()
+    sender.endpoint._thread.join(5)
+    ((before, fields),) = seen
+    assert before
+    assert "a bug" in fields["trace"]
+    assert "exc_info" not in fields
+
+
 def test_silent_peers_are_lost(kit: ModuleType, hosts: Any) -> None:
     """A stopped process keeps its connection: only silence gives it away."""
     sender, receiver = hosts("sender", "s"), hosts("receiver", "r")

@@ -32,6 +32,18 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_REQUEST_ID = 256
 """Longest request id, in characters."""
 
+MAX_ERROR_TEXT = 4096
+"""Longest code, message, remedy or text among the fields of an error, in characters."""
+
+MAX_ERROR_BYTES = 64 * 1024
+"""Most bytes of an error's fields, packed."""
+
+MAX_ERROR_DEPTH = 8
+"""Deepest nesting of an error's fields, themselves included."""
+
+_encoder = msgspec.msgpack.Encoder()
+
+_Text = Annotated[str, msgspec.Meta(max_length=MAX_ERROR_TEXT)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0, lt=2**56)]
 _RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REQUEST_ID)]
@@ -39,25 +51,91 @@ _EngineData = Annotated[bytes, msgspec.Meta(max_length=MAX_ENGINE_DATA_BYTES)]
 
 
 class WireError(msgspec.Struct, frozen=True):
-    """A :class:`KVCoreError` as it travels: its code, message, remedy and plain fields."""
+    """A :class:`KVCoreError` as it travels: its code, message, remedy and plain fields.
 
-    code: str
-    message: str
-    remedy: str = ""
-    fields: dict[str, Any] = {}
+    The fields stay packed until their size is known. ProtocolError for fields that are too many, nested too deeply, or no
+    map; an error of one's own is cut to what the other end reads.
+    """
+
+    code: _Text
+    message: _Text
+    remedy: _Text = ""
+    fields: msgspec.Raw = msgspec.Raw(b"\x80")
+
+    def __post_init__(self) -> None:
+        self._plain_fields()
 
     @classmethod
     def of(cls, error: KVCoreError) -> WireError:
-        """Pack an error."""
-        return cls(**error.as_dict())
+        """Pack an error; what is over the limits of its fields is cut or left out."""
+        facts = error.as_dict()
+        code, message, remedy = (_cut(facts[name]) for name in ("code", "message", "remedy"))
+        return cls(code, message, remedy, msgspec.Raw(_pack_fields(facts["fields"])))
 
     def unpack(self) -> TransferError | RequestError:
         """Rebuild the error; whatever is not about a transfer or a request becomes a plain TransferError."""
-        fields = {key: value for key, value in self.fields.items() if key not in ("self", "message", "remedy")}
+        fields = {key: value for key, value in self._plain_fields().items() if key not in _ARGUMENTS}
         error = error_from_dict({"code": self.code, "message": self.message, "remedy": self.remedy, "fields": fields})
         if isinstance(error, TransferError | RequestError):
             return error
         return TransferError(self.message, remedy=self.remedy, **{**fields, "code": self.code})
+
+    def _plain_fields(self) -> dict[str, Any]:
+        size = len(memoryview(self.fields))
+        if size > MAX_ERROR_BYTES:
+            raise ProtocolError("fields of an error are too long", limit_bytes=MAX_ERROR_BYTES, got_bytes=size)
+        fields = msgspec.msgpack.decode(self.fields, type=dict[str, Any])
+        level: list[Any] = [fields]
+        for _ in range(MAX_ERROR_DEPTH):
+            level = [
+                child
+                for item in level
+                for child in (item.values() if isinstance(item, dict) else item)
+                if isinstance(child, dict | list)
+            ]
+        if level:
+            raise ProtocolError("fields of an error are nested too deeply", limit=MAX_ERROR_DEPTH)
+        return fields
+
+
+_ARGUMENTS = ("self", "message", "remedy")
+
+
+def _cut(text: str) -> str:
+    """Text that another process can read: no longer than it takes, and without lone surrogates."""
+    return text[:MAX_ERROR_TEXT].encode("utf-8", "replace").decode()
+
+
+def _portable(value: Any, depth: int) -> Any:
+    """A plain value cut to what msgpack holds and the other end reads."""
+    if isinstance(value, str):
+        return _cut(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return _cut(hex(value))
+    if isinstance(value, dict | list) and depth > MAX_ERROR_DEPTH:
+        return "…"
+    if isinstance(value, dict):
+        return {_cut(key): _portable(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_portable(item, depth + 1) for item in value]
+    return value
+
+
+def _pack_fields(fields: dict[str, Any]) -> bytes:
+    kept: dict[str, Any] = {}
+    room = MAX_ERROR_BYTES - 5  # of the map's own header
+    for name, value in fields.items():
+        for shown in (_portable(value, 2), _LEFT_OUT):
+            entry = {_cut(name): shown}
+            size = len(_encoder.encode(entry)) - 1
+            if size <= room:
+                kept.update(entry)
+                room -= size
+                break
+    return _encoder.encode(kept)
+
+
+_LEFT_OUT = "… (too long to be sent)"
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -252,7 +330,6 @@ AnyMessage = (
     | Bye
 )
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 

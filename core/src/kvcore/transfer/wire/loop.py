@@ -207,11 +207,13 @@ class Endpoint(Generic[EventT]):
                         break
             self._finish()
         except Exception as error:  # noqa: BLE001 -- whatever it was, waiting engines must learn of it
-            _log.exception("I/O thread failed", endpoint=self._name)
             with self._lock:
                 self._failure = error
-                self._queue.extend(self._session.events())
+                self._take_events()
                 self._queue.extend(self._fail_all(TransferError("the I/O thread failed", cause=repr(error))))
+                self._changed.notify_all()
+            # Only now: whoever renders the line may take its time.
+            _log.error("I/O thread failed", endpoint=self._name, trace=plain_trace(error))
         finally:
             self._release()
             self._context.destroy(linger=_LINGER_MS)
