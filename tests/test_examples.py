@@ -23,12 +23,12 @@ USE = """
 import torch
 from kvcore.engine.cache import KVCache
 from kvcore.config import load_config
-from kvcore.plugins import load_plugins, resolve_plugins
+from kvcore.plugins import load_plugins
 from kvcore.spec import LayerGroup, ModelSpec, TensorSpec
 
 settings = {"cache.format": "nvfp4", "cache.format_options": {"tensor_scale": 0.5}, "cache.memory": "256KiB"}
 config = load_config(None, settings)
-registry = load_plugins(resolve_plugins(config))
+registry = load_plugins(config)
 assert registry.plugins == ("builtin", "nvfp4"), registry.plugins
 group = LayerGroup("full", (0, 1), (TensorSpec("k", 2, 32), TensorSpec("v", 2, 32)), num_query_heads=4)
 with KVCache.create(ModelSpec("m", (group,), "fp32"), config, registry) as cache:

@@ -21,10 +21,10 @@ PAGE = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text()
 
 USE = """
 import torch
-from kvcore import KVCache, LayerGroup, ModelSpec, TensorSpec, load_config, load_plugins, resolve_plugins
+from kvcore import KVCache, LayerGroup, ModelSpec, TensorSpec, load_config, load_plugins
 
 config = load_config(None, {"cache.format": "e5m2", "cache.memory": "64KiB", "cache.page_size": 4})
-registry = load_plugins(resolve_plugins(config))
+registry = load_plugins(config)
 assert registry.plugins == ("builtin", "e5m2"), registry.plugins
 group = LayerGroup("full", (0, 1), (TensorSpec("k", 2, 8), TensorSpec("v", 2, 8)), num_query_heads=4)
 with KVCache.create(ModelSpec("m", (group,), "fp32"), config, registry) as cache:

@@ -42,7 +42,7 @@ MODEL = ModelSpec("tiny", (LayerGroup("full", (0, 1), TENSORS, 2),), "fp32")
 def build(**overrides: object) -> KVCache:
     settings = {"cache.page_size": 4, "cache.memory": "64KiB", "cache.max_rows": 4, "cache.max_tokens": 16}
     config: Config = load_config(None, {**settings, **overrides})
-    return KVCache.create(MODEL, config, load_plugins(config.plugins))
+    return KVCache.create(MODEL, config, load_plugins(config))
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ MODEL = ModelSpec("toy", (LayerGroup("full", LAYERS, HEADS, num_query_heads=4),)
 
 def build(**overrides: object) -> KVCache:
     config = load_config(None, {"cache.page_size": PAGE, "cache.memory": "64KiB", **overrides})
-    return KVCache.create(MODEL, config, load_plugins(config.plugins))
+    return KVCache.create(MODEL, config, load_plugins(config))
 
 
 @pytest.fixture

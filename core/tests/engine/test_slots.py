@@ -35,7 +35,7 @@ def build(max_length: int = 0, *, max_tokens: int = 8) -> KVCache:
     }
     config = load_config(None, settings)
     model = msgspec.structs.replace(MODEL, max_length=max_length)
-    return KVCache.create(model, config, load_plugins(config.plugins))
+    return KVCache.create(model, config, load_plugins(config))
 
 
 def fill(cache: KVCache, request_id: str, tokens: int) -> None:

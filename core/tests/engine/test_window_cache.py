@@ -40,7 +40,7 @@ GROUPS = ("full", "swa", "draft/swa")
 def build(memory: str = "192KiB", **overrides: object) -> KVCache:
     settings = {"cache.page_size": PAGE, "cache.memory": memory, "cache.max_requests": 4, "cache.max_tokens": 32}
     config = load_config(None, {**settings, **overrides})
-    return KVCache.create(MODEL, config, load_plugins(config.plugins))
+    return KVCache.create(MODEL, config, load_plugins(config))
 
 
 def poison(cache: KVCache) -> None:

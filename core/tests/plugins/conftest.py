@@ -36,6 +36,8 @@ class Fake:
     source: str | tuple[str, ...]  # pieces, each with its own indent
     plugin: str = ""  # name of its plugin; "" is the distribution's own
     formats: tuple[str, ...] = ()
+    backups: tuple[str, ...] = ()
+    transports: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     extra: dict[str, str] = field(default_factory=dict)  # more lines: group → "name = value"
 
@@ -62,6 +64,22 @@ FAKES: dict[str, Fake] = {
         ),
         formats=("fake8",),
         commands=("fake-hello",),
+    ),
+    "keeps": Fake(
+        """
+        from kvcore.contract import Backup, Transport
+        def made(base, called):
+            cls = type(called, (base,), {"name": called})
+            cls.__abstractmethods__ = frozenset()
+            return cls
+        PLUGIN = PluginInfo("keeps", CONTRACT)
+        @hookimpl
+        def kvcore_register_backups(): return [made(Backup, "fake-disk")]
+        @hookimpl
+        def kvcore_register_transports(): return [made(Transport, "fake-wire")]
+        """,
+        backups=("fake-disk",),
+        transports=("fake-wire",),
     ),
     "broken_import": Fake("import foo", formats=("broken8",), commands=("fake-broken",)),
     "exits_at_import": Fake("raise SystemExit(3)", formats=("exit8",)),
@@ -214,8 +232,8 @@ def write_distribution(site: Path, name: str) -> None:
     dist = f"kvcore-fake-{name.replace('_', '-')}"
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.5\n")
     lines = ["[kvcore]", f"{fake.plugin or name} = {module}"]
-    for group, names in (("formats", fake.formats), ("commands", fake.commands)):
-        lines += [f"[kvcore.{group}]", *(f"{item} = {module}" for item in names)]
+    for group in ("formats", "backups", "transports", "commands"):
+        lines += [f"[kvcore.{group}]", *(f"{item} = {module}" for item in getattr(fake, group))]
     text = "\n".join(lines)
     for group, line in fake.extra.items():
         text = text.replace(f"[{group}]", f"[{group}]\n{line}")

@@ -88,11 +88,25 @@ def test_leniently_loaded_every_fault_is_recorded_and_the_rest_works(install: In
     assert "fake8" in registry.names("formats")
 
 
-def test_a_configuration_loads_the_plugins_it_needs(install: Install) -> None:
+@pytest.mark.parametrize(
+    ("settings", "kind", "name"),
+    [
+        ({"cache": {"format": "fake8"}}, "formats", "fake8"),
+        ({"cache": {"formats": {"swa": "fake8"}}}, "formats", "fake8"),
+        ({"retraction": {"backend": "fake-disk"}}, "backups", "fake-disk"),
+        ({"transfer": {"transport": "fake-wire"}}, "transports", "fake-wire"),
+    ],
+)
+def test_a_configuration_loads_the_providers_of_what_it_names(
+    install: Install, settings: dict[str, object], kind: str, name: str
+) -> None:
     """As the samples do: naming what a third party provides is enough."""
-    install("healthy")
-    config = Config.from_mapping({"cache": {"format": "fake8"}})
-    assert load_plugins(config).plugins == ("builtin", "healthy")
+    install("healthy", "keeps", "left")
+    config = Config.from_mapping(settings)
+    registry = load_plugins(config)
+    assert registry.plugins == resolve_plugins(config) != ("builtin",)
+    assert registry.item(kind, name).name == name
+    assert "kvcore_fake_left" not in sys.modules
 
 
 @pytest.mark.parametrize(
@@ -266,7 +280,7 @@ def test_two_providers_of_one_format_are_an_error_until_one_is_named(install: In
         resolve_plugins(Config.from_mapping(asked))
     named = Config.from_mapping({**asked, "plugins": ["popular_b"]})
     assert resolve_plugins(named) == ("builtin", "popular_b")
-    assert load_plugins(resolve_plugins(named)).plugin_of("formats", "popular8") == "popular_b"
+    assert load_plugins(named).plugin_of("formats", "popular8") == "popular_b"
 
 
 def test_an_entry_that_points_at_no_plugin_is_refused(install: Install) -> None:
@@ -303,7 +317,9 @@ def test_discover_reports_every_plugin_with_what_it_provides(install: Install) -
 
 def test_deep_discovery_finds_kernels_that_do_not_load(install: Install) -> None:
     install("broken_kernels")
-    assert {item.name: item.healthy for item in discover()}["broken_kernels"]
+    shallow = {item.name: item for item in discover()}["broken_kernels"]
+    assert shallow.error is None
+    assert [word.split(",")[0] for word in shallow.missing] == ["no_such_kernels"]  # seen in its source
     reports = {item.name: item for item in discover(deep=True)}
-    assert not reports["broken_kernels"].healthy
+    assert reports["broken_kernels"].error is not None
     assert "store/" in "".join(reports["builtin"].provides["kernels"])

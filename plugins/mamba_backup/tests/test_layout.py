@@ -74,7 +74,7 @@ def build(shard: Shard, arena: str) -> KVCache:
         None, {"plugins": ["mamba_backup"], "cache.memory": "8KiB", "cache.max_requests": 3, "cache.arena": arena}
     )
     model = ModelSpec("golden", (group(KKV, DELTA),), "bf16")
-    return KVCache.create(model, config, load_plugins(config.plugins), shard=shard)
+    return KVCache.create(model, config, load_plugins(config), shard=shard)
 
 
 # Which channels and heads a rank has, counted out: queries 0–7 and keys 8–15 by heads of 4, values 16–23 by heads of 2.
@@ -228,5 +228,5 @@ def test_a_space_of_tokens_is_refused() -> None:
     config = load_config(None, {"plugins": ["mamba_backup"], "cache.memory": "8KiB", "cache.max_requests": 2})
     wrong = LayerGroup("state", (0,), (), kind="state", states=(WHOLE,))
     with pytest.raises(ConfigError) as caught:
-        KVCache.create(ModelSpec("wrong", (wrong,), "fp32"), config, load_plugins(config.plugins))
+        KVCache.create(ModelSpec("wrong", (wrong,), "fp32"), config, load_plugins(config))
     assert "state" in str(caught.value)

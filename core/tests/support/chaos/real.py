@@ -32,7 +32,7 @@ Prompt = tuple[str, int, int]
 def _cache() -> KVCache:
     torch.set_num_threads(1)
     config = load_config(None, {"cache.page_size": PAGE, "cache.memory": "256KiB", **TIMES})
-    cache = KVCache.create(MODEL, config, load_plugins(config.plugins))
+    cache = KVCache.create(MODEL, config, load_plugins(config))
     cache.store.pools["full"].arena.array()[:] = 0xFF
     cache.poison_freed = True
     return cache
