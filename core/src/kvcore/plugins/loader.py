@@ -93,8 +93,9 @@ class _Installed:
 
     def __init__(self) -> None:
         every = metadata.entry_points()
+        self._names: dict[int, str] = {}  # a name is parsed out of the whole metadata: once a distribution
         self._groups: dict[str, list[metadata.EntryPoint]] = {
-            group: sorted(every.select(group=group), key=lambda e: (e.name, _distribution(e), e.value))
+            group: sorted(every.select(group=group), key=lambda e: (e.name, self._distribution(e), e.value))
             for group in (GROUP, *(f"{GROUP}.{kind}" for kind in PROVIDED_KINDS))
         }
         self.plugins: dict[str, list[metadata.EntryPoint]] = {}
@@ -102,18 +103,24 @@ class _Installed:
         for entry in self._groups[GROUP]:
             self.plugins.setdefault(entry.name, []).append(entry)
 
+    def _distribution(self, entry: metadata.EntryPoint) -> str:
+        key = id(entry.dist)  # kept alive by the entries
+        if key not in self._names:
+            self._names[key] = _distribution(entry)
+        return self._names[key]
+
     def promises(self, kind: str) -> dict[str, list[tuple[str, str]]]:
         """Names of a kind → ``(plugin, distribution)`` of who lists it; plugin is "" where no plugin matches."""
-        owners = {(_distribution(entry), entry.value): entry.name for entry in self._groups[GROUP]}
+        owners = {(self._distribution(entry), entry.value): entry.name for entry in self._groups[GROUP]}
         found: dict[str, list[tuple[str, str]]] = {}
         for entry in self._groups[f"{GROUP}.{kind}"]:
-            distribution = _distribution(entry)
+            distribution = self._distribution(entry)
             found.setdefault(entry.name, []).append((owners.get((distribution, entry.value), ""), distribution))
         return found
 
     def promised_by(self, entry: metadata.EntryPoint) -> dict[str, tuple[str, ...]]:
         """Kind → names that a plugin's own distribution lists for it."""
-        mine = (entry.name, _distribution(entry))
+        mine = (entry.name, self._distribution(entry))
         found = {
             kind: tuple(sorted(name for name, owners in self.promises(kind).items() if mine in owners))
             for kind in PROVIDED_KINDS
