@@ -61,7 +61,7 @@ demo: venv
 
 # Torch's own threads would fight with the test processes for the cores.
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not model and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not model and not gpu" $(ARGS)
 
 # While editing. What starts processes, compiles kernels or builds models is left to `make test`.
 quick: venv
