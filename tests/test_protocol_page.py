@@ -13,6 +13,7 @@ from kvcore.requests.payload import Payload
 from kvcore.spec import Ranks
 from kvcore.transfer.messages import control
 from kvcore.transfer.messages.manifest import Manifest
+from kvcore.transfer.session.checksums import MAX_CHECKED_BYTES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text()
 MESSAGES = {cls.__struct_config__.tag: cls for cls in typing.get_args(control.AnyMessage)}
@@ -84,6 +85,7 @@ def test_limits_and_version() -> None:
         "text of an error": control.MAX_ERROR_TEXT,
         "fields of an error": control.MAX_ERROR_BYTES,
         "nesting of an error's fields": control.MAX_ERROR_DEPTH,
+        "unit under checksums": MAX_CHECKED_BYTES,
     }
     for what, value in limits.items():
         assert f"| {what} | {value} " in PAGE

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvcore.errors import ProtocolError
+from kvcore.errors import HandshakeError, ProtocolError
+from kvcore.layout import Axis, Field
+from kvcore.layout.moves import Selection
+from kvcore.layout.moves.matching import common_ids
 from kvcore.transfer.messages import control
 from kvcore.transfer.session.base import ReceiveDone, ReceiveFailed, SendDone, SendFailed
+from kvcore.transfer.session.checksums import SenderChecksums, pack_sources
+from kvcore.transfer.session.plan import PeerPlan, plan_peer
 
 R1, R2 = b"r1", b"r2"
 # logical bytes of a unit in the kit's layout: 2 layers, k and v, 4 slots, 2 heads, 8 dims, fp32; and one byte of scale
@@ -88,3 +97,71 @@ def test_a_commit_counts_no_more_early_bytes_than_bytes(kit: ModuleType, net: An
     net.settle()
     assert not any(isinstance(event, ReceiveDone) for event in receiver.events())
     assert [type(event.error) for event in net.sender.events()] == [ProtocolError]
+
+
+# --- ids and extents of a peer ---
+
+
+def _axes(kit: ModuleType, ids: Any, **options: Any) -> Any:
+    return kit.layout(heads=sum(hi - lo for lo, hi in ids), ids=ids, **options)
+
+
+def test_ids_of_a_peer_allocate_nothing(kit: ModuleType) -> None:
+    """Ids by the billion, on either side, whole and in pieces: what is common is found without writing them out."""
+    mine = kit.manifest("receiver", "r", _axes(kit, ((2, 4), (7, 9))))
+    for ids in (((0, 2**33),), ((8, 2**33), (0, 8)), ((5, 2**33), (4, 5), (3, 4), (0, 3))):
+        theirs = kit.manifest("sender", "s", _axes(kit, ids))
+        tracemalloc.start()
+        plan = plan_peer(mine, theirs)
+        PeerPlan(
+            msgspec.structs.replace(theirs, role="receiver"), msgspec.structs.replace(mine, role="sender"), plan.sources
+        )
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 20 << 20
+        (program,) = plan.split(*kit.KEY, ("full/kv",))[1]
+        assert program.unit_bytes["full/kv"] == 2 * KV
+    with pytest.raises(HandshakeError, match="head ids"):
+        plan_peer(mine, kit.manifest("sender", "s", _axes(kit, ((9, 2**33), (0, 8)))))
+
+
+def test_a_whole_axis_of_a_peer_may_be_longer_than_memory(kit: ModuleType) -> None:
+    mine = kit.manifest("receiver", "r", _axes(kit, ((2, 4),)))
+    plan = plan_peer(mine, kit.manifest("sender", "s", kit.layout(heads=2**33)))
+    assert plan.split(*kit.KEY, ("full/kv",))[1][0].unit_bytes["full/kv"] == KV
+
+
+@pytest.mark.parametrize(
+    "change", [{"ids": ((0, 2**33),)}, {"layers": tuple(range(5000)), "dim": 8, "ids": ((0, 1 << 16),)}]
+)
+def test_checksums_of_a_unit_longer_than_memory_are_refused(kit: ModuleType, change: dict[str, Any]) -> None:
+    """The canonical form has every id that the receiver says it holds: refused before anything of that size is made."""
+    mine = kit.manifest("sender", "s", _axes(kit, ((2, 4),)), checksum="crc32")
+    theirs = kit.manifest("receiver", "r", _axes(kit, **change), checksum="crc32")
+    checks = SenderChecksums(mine, {"full": np.zeros(mine.placement("full").arena_bytes, np.uint8)})
+    sources = {"full": (Selection((0, 1), {("k", "x"): ("head", np.array([2, 3]))}),)}
+    checks_taken = control.Taken(src="r", dst="s", groups=pack_sources(sources))
+    with pytest.raises(HandshakeError) as found:
+        checks.expect(b"r", theirs, checks_taken)
+    assert found.value.fields["field"] == "taken"
+
+
+@given(
+    st.lists(st.integers(0, 24), unique=True, min_size=2, max_size=10),
+    st.lists(st.integers(0, 24), unique=True, min_size=2, max_size=10),
+    st.randoms(),
+)
+def test_common_ids_are_those_of_both(left: list[int], right: list[int], random: Any) -> None:
+    """Against sets of written-out ids, ranges in any local order."""
+
+    def field(cuts: list[int]) -> Field:
+        ends = sorted(cuts)[: len(cuts) // 2 * 2]
+        ids = list(zip(ends[::2], ends[1::2], strict=True))
+        random.shuffle(ids)
+        return Field("x", "u8", "head", (Axis("head", sum(b - a for a, b in ids), ids=tuple(ids)),))
+
+    a, b = field(left), field(right)
+    common, at_a, at_b = common_ids(a, b, "head")
+    ids_a, ids_b = ([i for lo, hi in f.axes[0].ids for i in range(lo, hi)] for f in (a, b))
+    assert common.tolist() == sorted(set(ids_a) & set(ids_b))
+    assert [ids_a[i] for i in at_a] == common.tolist() == [ids_b[i] for i in at_b]

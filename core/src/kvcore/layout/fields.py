@@ -10,6 +10,7 @@ records of ``N`` bytes, of which the field has its own bytes only: ``"slot head 
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
@@ -164,7 +165,8 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise LayoutError("axis has an empty or negative id range", axis=self.name, ids=ids)
         if ids and sum(hi - lo for lo, hi in ids) != self.size:
             raise LayoutError("id ranges do not match the axis", axis=self.name, expected=self.size, got=ids)
-        if any(a < d and c < b for n, (a, b) in enumerate(ids) for c, d in ids[n + 1 :]):
+        ascending = sorted(ids)
+        if any(then < end for (_, end), (then, _) in itertools.pairwise(ascending)):
             raise LayoutError("an id is held twice", axis=self.name, ids=ids)
         if self.blocks is not None:
             self._check_blocks(self.blocks)

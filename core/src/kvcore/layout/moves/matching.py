@@ -157,5 +157,33 @@ def chosen_ids(src: Region, dst: Region, field: Field, only: Selection | None) -
 
 
 def common_ids(src: Field, dst: Field, name: str) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """The global ids both fields hold of an axis, ascending, and where either side has them."""
-    return np.intersect1d(src.global_ids(name), dst.global_ids(name), assume_unique=True, return_indices=True)
+    """The global ids both fields hold of an axis, ascending, and where either side has them.
+
+    No id is written out that only one of them holds: a peer may say that it holds any number of them.
+    """
+    left, right = _spans(src, name), _spans(dst, name)
+    parts: list[tuple[int, int, int, int]] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        (lo, hi, at), (low, high, there) = left[i], right[j]
+        first, last = max(lo, low), min(hi, high)
+        if first < last:
+            parts.append((first, last, at + first - lo, there + first - low))
+        i, j = (i + 1, j) if hi <= high else (i, j + 1)
+    if not parts:
+        none = np.zeros(0, np.int64)
+        return none, none, none
+    common = np.concatenate([np.arange(first, last) for first, last, _, _ in parts])
+    here = np.concatenate([np.arange(at, at + last - first) for first, last, at, _ in parts])
+    beyond = np.concatenate([np.arange(at, at + last - first) for first, last, _, at in parts])
+    return common, here, beyond
+
+
+def _spans(field: Field, name: str) -> list[tuple[int, int, int]]:
+    """``(first id, end, local position)`` of the ids of an axis, ascending."""
+    axis = field.axis(name)
+    spans, at = [], 0
+    for lo, hi in axis.ids or ((0, axis.size),):
+        spans.append((lo, hi, at))
+        at += hi - lo
+    return sorted(spans)

@@ -79,6 +79,10 @@ class _Scratch:
     programs: tuple[Program, ...]
 
 
+MAX_CHECKED_BYTES = 1 << 30
+"""Longest unit of a layer group that checksums are taken of, in canonical form: it says what the receiver holds."""
+
+
 class _Digest:
     """CRC-32 of units of one arena, in the canonical form of the receiver's layout."""
 
@@ -150,6 +154,17 @@ def _canonical(layout: Layout) -> Layout:
     return msgspec.structs.replace(layout, regions=tuple(regions), arena="page_major", alignment=_ALIGNMENT)
 
 
+def _check_sizes(remote: Manifest, message: control.Taken) -> None:
+    for group in message.groups:
+        layout = remote.layouts[group]
+        size = sum(region.unit_bytes for region in layout.regions) * len(layout.layers)
+        if size > MAX_CHECKED_BYTES:
+            raise HandshakeError(
+                "units are too long for checksums", field="taken", group=group, limit_bytes=MAX_CHECKED_BYTES,
+                got_bytes=size, remedy='configure transfer.checksum = "none" on both sides',
+            )  # fmt: skip
+
+
 class Checks(Protocol):
     """Holds what arrived against the checksums of a commit, see :class:`ReceiverChecksums`."""
 
@@ -172,6 +187,7 @@ class SenderChecksums:
     def expect(self, peer: Peer, remote: Manifest, message: control.Taken) -> None:
         """Learn what a receiver takes from here. Raises HandshakeError for what cannot be taken."""
         try:
+            _check_sizes(remote, message)
             plan = PeerPlan(remote, self._manifest, unpack_sources(message.groups))
             places = {group: self._manifest.placement(group) for group in plan.layers}
             self._digests[peer] = plan, _Digest(self._manifest.layouts, places, plan)

@@ -15,6 +15,7 @@ import numpy as np
 from kvcore.errors import HandshakeError
 from kvcore.layout import Field, Int64Array, Layout
 from kvcore.layout.moves import Selection
+from kvcore.layout.moves.matching import common_ids
 from kvcore.transfer.messages.manifest import Manifest
 
 FieldIds = tuple[str, Int64Array] | None
@@ -117,7 +118,7 @@ def _ids_of(
 ) -> dict[int, FieldIds]:
     """By rank: the ids of one field to take from it; ranks that are read from anyway come first."""
     lacking = {
-        number: [a.name for a in field.axes if not np.isin(field.global_ids(a.name), f.global_ids(a.name)).all()]
+        number: [a.name for a in field.axes if common_ids(f, field, a.name)[0].size < a.size]
         for number, f in theirs.items()
     }
     whole = [number for number, axes in lacking.items() if not axes]
@@ -130,7 +131,9 @@ def _ids_of(
             remedy="shard one axis of a field, the same one on both sides",
         )  # fmt: skip
     axis = split.pop()
-    able = {number: f.global_ids(axis) for number, f in theirs.items() if lacking[number] == [axis]}
+    able = {
+        number: set(common_ids(f, field, axis)[0].tolist()) for number, f in theirs.items() if lacking[number] == [axis]
+    }
     wanted = np.sort(field.global_ids(axis))
     by_rank: dict[int, list[int]] = {}
     for item in wanted.tolist():
