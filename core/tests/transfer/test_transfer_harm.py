@@ -165,3 +165,46 @@ def test_common_ids_are_those_of_both(left: list[int], right: list[int], random:
     ids_a, ids_b = ([i for lo, hi in f.axes[0].ids for i in range(lo, hi)] for f in (a, b))
     assert common.tolist() == sorted(set(ids_a) & set(ids_b))
     assert [ids_a[i] for i in at_a] == common.tolist() == [ids_b[i] for i in at_b]
+
+
+# --- units of a report ---
+
+
+@pytest.mark.parametrize(
+    ("units", "good"),
+    [
+        ([(["full/kv", "full/scale"], [11, 12], [])], True),
+        ([(["full/kv"], [12], []), (["full/scale"], [11], [])], True),
+        ([], True),
+        ([(["full/kv"], [13], [])], False),
+        ([(["full/kv"], [11, 11], [])], False),
+        ([(["full/kv"], [11], []), (["full/kv"], [11], [])], False),
+        ([(["full/kv"], [11], [0])], False),
+        ([(["full/other"], [11], [])], False),
+        ([(["full/kv", "full/kv"], [11], [])], False),
+    ],
+)
+def test_only_units_of_the_offers_are_answered_for(
+    kit: ModuleType, net: Any, monkeypatch: pytest.MonkeyPatch, units: Any, good: bool
+) -> None:
+    """A receiver learns the checksum of what it was offered, once, and of nothing else that lies in the arena."""
+    asked: list[Any] = []
+
+    class Sums:
+        def of(self, peer: bytes, units: Any) -> dict[str, int]:
+            asked.append(units)
+            return {}
+
+    net.receivers[R1].ask("x", table(3, 4), 0, 8)
+    net.sender.begin("x", 8)
+    net.sender.offer("x", 0, 8, [kit.payload([11, 12], 0)], last=True)
+    net.settle(reads=False)
+    monkeypatch.setattr(net.sender, "checksums", Sums())
+    at = {"src": "r1", "dst": "sender-1", "request": "x", "attempt": 1}
+    nbytes = {"full/kv": 2 * KV, "full/scale": 2 * SCALE}
+    net.sender.handle(R1, control.Pulled(**at, seq=0, nbytes=nbytes))
+    named = tuple(kit.payload(ids, 0, components).of_layers(layers) for components, ids, layers in units)
+    net.sender.handle(R1, control.PulledAll(**at, nbytes=nbytes, units=named))
+    assert bool(asked) is good
+    failed = [event.error for event in net.sender.events()]
+    assert [type(error) for error in failed] == ([] if good else [ProtocolError])

@@ -258,6 +258,36 @@ def check_pulled_all(record: Outgoing, reader: Reader, message: control.PulledAl
         )  # fmt: skip
 
 
+def check_units(record: Outgoing, reader: Reader, units: Sequence[Payload]) -> None:
+    """Raise ProtocolError where checksums are asked of a unit that this reader was not offered, or twice of one."""
+    offered = _by_component(payload for offer in record.offers_for(reader) for payload in offer.payloads)
+    for key, wanted in _by_component(units).items():
+        held, known = np.unique(offered.get(key, _NO_IDS), return_counts=True)
+        ids, counts = np.unique(wanted, return_counts=True)
+        at = np.searchsorted(held, ids)
+        foreign = at == held.size
+        foreign[~foreign] = (held[at[~foreign]] != ids[~foreign]) | (known[at[~foreign]] < counts[~foreign])
+        if foreign.any():
+            group, range_name, component, layers = key
+            raise ProtocolError(
+                "checksums are asked of units that were not offered", request=record.request, group=group,
+                range=range_name, component=component, layers=layers, got=int(ids[foreign][0]),
+            )  # fmt: skip
+
+
+_NO_IDS = np.zeros(0, np.int64)
+
+
+def _by_component(
+    payloads: Iterable[Payload],
+) -> dict[tuple[str, str, str, tuple[int, ...]], npt.NDArray[np.int64]]:
+    parts: dict[tuple[str, str, str, tuple[int, ...]], list[npt.NDArray[np.int64]]] = {}
+    for item in payloads:
+        for component in item.components:
+            parts.setdefault((item.group, item.range, component, item.layers), []).append(item.ids)
+    return {key: np.concatenate(ids) for key, ids in parts.items()}
+
+
 def offer_message(
     address: Mapping[str, str], record: Outgoing, reader: Reader, seq: int, offer: Offered
 ) -> control.Offer:

@@ -50,6 +50,7 @@ from kvcore.transfer.session.outgoing import (
     check_payloads,
     check_pulled,
     check_pulled_all,
+    check_units,
     commit_message,
     offer_message,
 )
@@ -397,6 +398,7 @@ class SenderSession(Session[SendEvent]):
         try:
             check_pulled_all(record, reader, message)
             if self.checksums is not None and not reader.reported:
+                check_units(record, reader, message.units)
                 reader.checksums = self.checksums.of(peer, message.units)
         except TransferError as error:
             self._fail(record, error)
