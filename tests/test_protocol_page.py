@@ -11,7 +11,7 @@ import pytest
 
 from kvcore.requests.payload import Payload
 from kvcore.spec import Ranks
-from kvcore.transfer.messages import control
+from kvcore.transfer.messages import control, manifest
 from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.checksums import MAX_CHECKED_BYTES
 
@@ -86,7 +86,14 @@ def test_limits_and_version() -> None:
         "fields of an error": control.MAX_ERROR_BYTES,
         "nesting of an error's fields": control.MAX_ERROR_DEPTH,
         "unit under checksums": MAX_CHECKED_BYTES,
+        "manifest": manifest.MAX_MANIFEST_BYTES,
+        "layers of a group": manifest.MAX_LAYERS,
+        "regions of a group": manifest.MAX_REGIONS,
+        "layers times regions": manifest.MAX_BUFFERS,
+        "axes of a manifest": manifest.MAX_AXES,
+        "ranges of global ids": manifest.MAX_ID_RANGES,
     }
     for what, value in limits.items():
         assert f"| {what} | {value} " in PAGE
+    assert f"| groups of a manifest | {manifest.MAX_GROUPS}, " in PAGE
     assert "now {}.{}.".format(*control.PROTOCOL) in PAGE

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from kvcore.errors import HandshakeError, KVCoreError, LayoutError, ProtocolError
 from kvcore.layout import Axis, Field, SpaceSpec, UnitRange, region
 from kvcore.layout.moves import run_program
+from kvcore.transfer.messages import control
 from kvcore.transfer.messages.control import PROTOCOL
-from kvcore.transfer.messages.manifest import check_peers, decode_manifest, new_instance
+from kvcore.transfer.messages.manifest import MAX_MANIFEST_BYTES, check_peers, decode_manifest, new_instance
+from kvcore.transfer.session.handshake import remote_manifest
 from kvcore.transfer.session.plan import plan_peer
 
 
@@ -226,3 +228,65 @@ def test_broken_manifests_are_typed_errors(kit: ModuleType, data: st.DataObject)
             decode_manifest(broken)
     with contextlib.suppress(KVCoreError):
         plan_peer(kit.manifest("receiver", "r"), decode_manifest(bytes(changed)))
+
+
+def _swollen(kit: ModuleType, what: str) -> dict[str, Any]:
+    """A manifest that is small as bytes and large as a cache."""
+    plain: dict[str, Any] = msgspec.msgpack.decode(kit.manifest("receiver", "r").encode())
+    layout = plain["layouts"]["full"]
+    regions = layout["regions"]
+    if what == "id ranges":
+        for part in regions:
+            for field in part["fields"]:
+                for axis in field["axes"]:
+                    if axis["name"] == "head":
+                        axis["ids"] = [(2 * n, 2 * n + 1) for n in range(20_000)]
+    elif what == "layers":
+        layout["layers"] = list(range(10_000))
+    elif what == "buffers":
+        layout["layers"] = list(range(1000))
+        layout["regions"] = [{**regions[0], "name": f"k{n}"} for n in range(200)]
+    elif what == "regions":
+        layout["regions"] = [{**regions[0], "name": f"k{n}"} for n in range(300)]
+    elif what == "groups":
+        plain["layouts"] = {f"g{n}": layout for n in range(100)}
+        plain["units"] = {f"g{n}": {"pages": 8} for n in range(100)}
+    elif what == "axes":
+        layout["regions"] = [{**regions[0], "name": f"k{n}", "fields": regions[0]["fields"] * 8} for n in range(100)]
+    elif what == "bytes":
+        plain["endpoint"] = b"x" * MAX_MANIFEST_BYTES
+    return plain
+
+
+@pytest.mark.parametrize("what", ["id ranges", "layers", "regions", "buffers", "groups", "axes", "bytes"])
+def test_a_manifest_is_bounded(kit: ModuleType, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted before anything is built of it, however few bytes it takes."""
+
+    def build(self: Any) -> None:
+        raise AssertionError("built")
+
+    data = msgspec.msgpack.encode(_swollen(kit, what))
+    monkeypatch.setattr(Axis, "__post_init__", build)
+    with pytest.raises(ProtocolError):
+        decode_manifest(data)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("model", "n" * 64), ("role", "sender"), ("checksum", "crc32"), ("transport", "other")]
+)
+def test_what_is_cheap_is_compared_first(
+    kit: ModuleType, field: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger of another model is refused before any of its layouts is looked at, and so is another format."""
+    plain: dict[str, Any] = msgspec.msgpack.decode(kit.manifest("receiver", "r").encode())
+    mine = kit.manifest("sender", "s")
+    monkeypatch.setattr(Axis, "__post_init__", lambda self: pytest.fail("built"))
+    hello = control.Hello(src="r", dst="", protocol=PROTOCOL, manifest=msgspec.msgpack.encode({**plain, field: value}))
+    with pytest.raises(HandshakeError) as found:
+        remote_manifest(mine, hello)
+    assert (found.value.fields["field"], found.value.fields["remote"]) == (field, value)
+    plain["layouts"]["full"]["format"] = "other"
+    hello = control.Hello(src="r", dst="", protocol=PROTOCOL, manifest=msgspec.msgpack.encode(plain))
+    with pytest.raises(HandshakeError) as found:
+        remote_manifest(mine, hello)
+    assert found.value.fields["field"] == "format"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 
@@ -13,6 +13,27 @@ from kvcore.spec import Ranks, Shard
 from kvcore.transfer.messages.control import PROTOCOL
 
 Checksum = Literal["none", "crc32"]
+
+MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+"""Longest manifest, packed."""
+
+MAX_GROUPS = 64
+"""Most layer groups of a manifest, and most index spaces and unit ranges of a group."""
+
+MAX_LAYERS = 4096
+"""Most layers of a group."""
+
+MAX_REGIONS = 256
+"""Most regions of a group."""
+
+MAX_BUFFERS = 1 << 15
+"""Most buffers of a manifest: layers times regions, over its groups."""
+
+MAX_AXES = 2048
+"""Most axes of a manifest, over all its fields."""
+
+MAX_ID_RANGES = 4096
+"""Most ranges of global ids of a manifest, over all its axes."""
 
 
 def new_instance() -> str:
@@ -78,8 +99,63 @@ def check_protocol(local: tuple[int, int], remote: tuple[int, int]) -> None:
         )
 
 
+class _AxisOutline(msgspec.Struct):
+    ids: tuple[msgspec.Raw, ...] = ()
+
+
+class _FieldOutline(msgspec.Struct):
+    axes: tuple[_AxisOutline, ...]
+
+
+class _RegionOutline(msgspec.Struct):
+    fields: tuple[_FieldOutline, ...]
+    ranges: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+
+
+class _LayoutOutline(msgspec.Struct):
+    format: str
+    revision: int
+    layers: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LAYERS)]
+    regions: Annotated[tuple[_RegionOutline, ...], msgspec.Meta(max_length=MAX_REGIONS)]
+    spaces: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+    ranges: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+
+
+class Outline(msgspec.Struct, kw_only=True):
+    """What of a manifest is read first: who it is of, and how much there is of the rest."""
+
+    instance: str
+    role: str
+    model: str
+    transport: str
+    layouts: Annotated[dict[str, _LayoutOutline], msgspec.Meta(max_length=MAX_GROUPS)]
+    checksum: str = "none"
+    protocol: tuple[int, int] = PROTOCOL
+
+
+def decode_outline(data: bytes) -> Outline:
+    """Read what a manifest says of itself. Raises ProtocolError for one that is none, or over the limits."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ProtocolError("manifest too long", limit_bytes=MAX_MANIFEST_BYTES, got_bytes=len(data))
+    try:
+        outline = msgspec.msgpack.decode(data, type=Outline)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise ProtocolError(f"not a manifest: {error}", got_bytes=len(data)) from error
+    layouts = outline.layouts.values()
+    axes = [axis for item in layouts for part in item.regions for field in part.fields for axis in field.axes]
+    for what, limit, got in (
+        ("buffers", MAX_BUFFERS, sum(len(item.layers) * len(item.regions) for item in layouts)),
+        ("axes", MAX_AXES, len(axes)),
+        ("id ranges", MAX_ID_RANGES, sum(len(axis.ids) for axis in axes)),
+    ):
+        if got > limit:
+            raise ProtocolError(f"manifest of too many {what}", limit=limit, got=got)
+    return outline
+
+
 def decode_manifest(data: bytes) -> Manifest:
-    """Unpack a manifest. Raises ProtocolError for anything else."""
+    """Unpack a manifest. Raises ProtocolError for anything else, and for one that is over the limits."""
+    decode_outline(data)
     try:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
         for group, layout in manifest.layouts.items():
@@ -87,6 +163,24 @@ def decode_manifest(data: bytes) -> Manifest:
     except (msgspec.MsgspecError, LookupError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"not a manifest: {error}", got_bytes=len(data)) from error
     return manifest
+
+
+def check_outline(local: Manifest, remote: Manifest | Outline) -> None:
+    """The part of :func:`check_peers` that costs nothing: a stranger is refused before its layouts are built."""
+    check_protocol(local.protocol, remote.protocol)
+    if local.role == remote.role:
+        _refuse("role", local.role, remote.role, "connect a receiver to a sender")
+    if local.instance == remote.instance:
+        _refuse("instance", local.instance, remote.instance, "every process needs an instance id of its own")
+    if local.transport != remote.transport:
+        _refuse("transport", local.transport, remote.transport, "configure the same transport on both sides")
+    if local.checksum != remote.checksum:
+        _refuse("checksum", local.checksum, remote.checksum, "configure the same transfer.checksum on both sides")
+    if local.model != remote.model:
+        _refuse("model", local.model, remote.model, "both sides must serve the same model")
+    for group, layout in local.layouts.items():
+        if group in remote.layouts:
+            _check_format(group, layout, remote.layouts[group])
 
 
 def check_peers(local: Manifest, remote: Manifest) -> None:
@@ -99,17 +193,7 @@ def check_peers(local: Manifest, remote: Manifest) -> None:
         local: manifest of the process that checks.
         remote: its peer's; one of the two is the sender and the other the receiver.
     """
-    check_protocol(local.protocol, remote.protocol)
-    if local.role == remote.role:
-        _refuse("role", local.role, remote.role, "connect a receiver to a sender")
-    if local.instance == remote.instance:
-        _refuse("instance", local.instance, remote.instance, "every process needs an instance id of its own")
-    if local.transport != remote.transport:
-        _refuse("transport", local.transport, remote.transport, "configure the same transport on both sides")
-    if local.checksum != remote.checksum:
-        _refuse("checksum", local.checksum, remote.checksum, "configure the same transfer.checksum on both sides")
-    if local.model != remote.model:
-        _refuse("model", local.model, remote.model, "both sides must serve the same model")
+    check_outline(local, remote)
     for group, layout in local.layouts.items():
         if group in remote.layouts:
             _check_layouts(group, layout, remote.layouts[group])
@@ -129,13 +213,16 @@ def _check_constants(group: str, local: dict[str, str], remote: dict[str, str]) 
             )  # fmt: skip
 
 
-def _check_layouts(group: str, local: Layout, remote: Layout) -> None:
+def _check_format(group: str, local: Layout, remote: Layout | _LayoutOutline) -> None:
     if local.format != remote.format:
         _refuse("format", local.format, remote.format, "configure the same format on both sides", group=group)
     if local.revision != remote.revision:
         _refuse(
             "format revision", local.revision, remote.revision, "install the same release of the format", group=group
         )
+
+
+def _check_layouts(group: str, local: Layout, remote: Layout) -> None:
     names = ({item.name for item in local.ranges}, {item.name for item in remote.ranges})
     if names[0] != names[1]:
         _refuse("unit ranges", sorted(names[0]), sorted(names[1]), group=group)

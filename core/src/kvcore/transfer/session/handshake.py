@@ -6,7 +6,14 @@ from collections.abc import Iterable
 
 from kvcore.errors import HandshakeError, KVCoreError, ProtocolError
 from kvcore.transfer.messages import control
-from kvcore.transfer.messages.manifest import Manifest, check_peers, check_protocol, decode_manifest
+from kvcore.transfer.messages.manifest import (
+    Manifest,
+    check_outline,
+    check_peers,
+    check_protocol,
+    decode_manifest,
+    decode_outline,
+)
 from kvcore.transfer.session.outgoing import PeerState
 
 
@@ -17,10 +24,12 @@ def remote_manifest(local: Manifest, message: control.Hello | control.Welcome) -
     instance's.
     """
     check_protocol(local.protocol, message.protocol)
-    remote = decode_manifest(message.manifest)
-    if remote.instance != message.src:
+    outline = decode_outline(message.manifest)
+    if outline.instance != message.src:
         name = type(message).__name__.lower()
-        raise ProtocolError(f"{name} of another instance", expected=message.src, got=remote.instance)
+        raise ProtocolError(f"{name} of another instance", expected=message.src, got=outline.instance)
+    check_outline(local, outline)
+    remote = decode_manifest(message.manifest)
     check_peers(local, remote)
     return remote
 
