@@ -14,6 +14,7 @@ from kvcore.spec import Ranks
 from kvcore.transfer.messages import control, manifest
 from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.checksums import MAX_CHECKED_BYTES
+from kvcore.transfer.wire.strangers import MAX_STRANGERS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text()
 MESSAGES = {cls.__struct_config__.tag: cls for cls in typing.get_args(control.AnyMessage)}
@@ -86,6 +87,7 @@ def test_limits_and_version() -> None:
         "fields of an error": control.MAX_ERROR_BYTES,
         "nesting of an error's fields": control.MAX_ERROR_DEPTH,
         "unit under checksums": MAX_CHECKED_BYTES,
+        "connections without a hello": MAX_STRANGERS,
         "manifest": manifest.MAX_MANIFEST_BYTES,
         "layers of a group": manifest.MAX_LAYERS,
         "regions of a group": manifest.MAX_REGIONS,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -408,6 +410,51 @@ def test_a_failing_thread_says_so_before_it_is_logged(
     assert before
     assert "a bug" in fields["trace"]
     assert "exc_info" not in fields
+
+
+def _connections(address: str, number: int, *, greet: bool) -> list[socket.socket]:
+    """Connections to a sender whose other end says nothing, or (``greet``) shakes ZeroMQ's hands and no more."""
+    host, port = address.removeprefix("tcp://").rsplit(":", 1)
+    made = [socket.create_connection((host, int(port))) for _ in range(number)]
+    if greet:
+        ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+        for item in made:
+            with contextlib.suppress(OSError):  # closed by now: there are many
+                item.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(1) + bytes(31))
+                item.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    return made
+
+
+def _closed(item: socket.socket, seconds: float) -> bool:
+    item.settimeout(seconds)
+    try:
+        while item.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("greet", [True, False])
+def test_who_says_no_hello_is_closed(kit: ModuleType, hosts: Any, greet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection without a hello is closed in time, or at once where there are many; who was welcomed stays."""
+    monkeypatch.setattr("kvcore.transfer.wire.strangers.MAX_STRANGERS", 4)
+    sender, receiver = hosts("sender", "s"), hosts("receiver", "r")
+    sender.endpoint = SenderEndpoint(sender.manifest, options=TransferOptions(heartbeat_s=0.2, hello_timeout_s=0.8))
+    receiver.connect(sender.endpoint.address)
+    idle = _connections(sender.endpoint.address, 8, greet=greet)
+    try:
+        started = time.monotonic()
+        assert all(_closed(item, 0.6) for item in idle[:4])
+        assert time.monotonic() - started < 0.6
+        assert not _closed(idle[-1], 0.05)
+        assert all(_closed(item, 3) for item in idle[4:])
+        pull(kit, sender, receiver, "x", [3], [7])
+    finally:
+        for item in idle:
+            item.close()
 
 
 def test_silent_peers_are_lost(kit: ModuleType, hosts: Any) -> None:

@@ -22,7 +22,7 @@ class TransferOptions:
         ask_timeout_s: how long an ask waits for a request that the sender's engine has not begun.
         read_timeout_s: a read older than this no longer renews the lease.
         quiesce_s: how long a failed request waits for its reads to become quiet.
-        hello_timeout_s: how long a receiver waits for the answer to its hello.
+        hello_timeout_s: how long a receiver waits for the answer to its hello, and a sender for the hello of who connects.
     """
 
     lease_s: float = 30.0

@@ -19,7 +19,8 @@ from kvcore.transfer.session.base import Peer, ReceiveEvent, ReceiveFailed, Send
 from kvcore.transfer.session.checksums import Checks, SenderChecksums
 from kvcore.transfer.session.joined import JoinedReceiver, name
 from kvcore.transfer.session.sender import SenderSession
-from kvcore.transfer.wire.loop import CurveKeys, Endpoint, EndpointStats, drain
+from kvcore.transfer.wire.loop import CurveKeys, Endpoint, EndpointStats, drain, drain_frames
+from kvcore.transfer.wire.strangers import Strangers
 
 _log = get_logger("kvcore.transfer.wire")
 
@@ -64,9 +65,11 @@ class SenderEndpoint(Endpoint[SendEvent]):
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer whose connection is cut says so
             if keys is not None:
                 self._router.curve_server = True
+            self._strangers = Strangers(self._router, self._sender.options.hello_timeout_s)
             self._router.bind(bind)
         self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._strangers.monitor, zmq.POLLIN)
         self._thread.start()
 
     def begin(self, request: str, num_tokens: int) -> None:
@@ -117,9 +120,13 @@ class SenderEndpoint(Endpoint[SendEvent]):
         return
 
     def _turn(self) -> None:
-        for peer, *frames in drain(self._router):
-            self._receive(frames[0] if len(frames) == 1 else b"", peer)
+        for routing, *frames in drain_frames(self._router):
+            peer = routing.bytes
+            self._receive(frames[0].bytes if len(frames) == 1 else b"", peer)
+            if frames:
+                self._strangers.heard(int(frames[0].get(zmq.SRCFD)), peer, self._sender.peers())
         self._sender.tick()
+        self._strangers.turn(self._sender.peers())
 
     def _send(self, peer: Peer, data: bytes) -> None:
         try:
@@ -142,7 +149,7 @@ class SenderEndpoint(Endpoint[SendEvent]):
         return [SendFailed(request, error) for request in self._sender.requests()]
 
     def _release(self) -> None:
-        return
+        self._strangers.close()
 
 
 class _Wire:

@@ -79,6 +79,15 @@ def drain(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
             return
 
 
+def drain_frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+    """:func:`drain`, as frames that say which connection they came over."""
+    while True:
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+
+
 class Endpoint(Generic[EventT]):
     """The I/O thread and everything it owns."""
 
