@@ -27,7 +27,7 @@ QUICK := $(addprefix core/tests/,layout requests memory test_config.py test_erro
 
 help:
 	@echo "make demo    a prefill and a decode process serve prompts with a real model"
-	@echo "make test    the tests; make test-model those with the real model, which take minutes"
+	@echo "make test    the tests; make test-model those with the real model and the long ones"
 	@echo "make quick   the inner loop, under a minute: layouts, requests, memory, sessions, imports; no processes, no kernels"
 	@echo "make bench   transfer, retraction and dispatch against memcpy"
 	@echo "make lint    ruff and mypy --strict;  make fmt repairs what can be"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -238,6 +239,14 @@ def write_distribution(site: Path, name: str) -> None:
     for group, line in fake.extra.items():
         text = text.replace(f"[{group}]", f"[{group}]\n{line}")
     (info / "entry_points.txt").write_text(text + "\n")
+
+
+@pytest.fixture(autouse=True)
+def _heeds_interrupts() -> Iterator[None]:
+    """A runner that was started in the background ignores Ctrl-C, and processes that a test starts would inherit it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

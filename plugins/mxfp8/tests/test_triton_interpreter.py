@@ -33,7 +33,7 @@ def test_kernels_in_the_interpreter(checks: str) -> None:
     run(checks, "not slow")
 
 
-@pytest.mark.slow
+@pytest.mark.model  # a minute of what the test above tries in miniature
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("checks", CHECKS)
 def test_kernels_in_the_interpreter_at_length(checks: str) -> None:

@@ -118,6 +118,7 @@ def test_kill_9_of_the_prefill_process(run_kit, busy_prompts, tiny_directory):
     assert all(run_kit.gone(pid) for pid in pids.values())
 
 
+@pytest.mark.model
 def test_kill_9_of_the_decode_process(run_kit, busy_prompts, tiny_directory):
     run = run_kit.Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
     pids = run.pids()
@@ -132,7 +133,10 @@ def test_kill_9_of_the_decode_process(run_kit, busy_prompts, tiny_directory):
     assert all(run_kit.gone(pid) for pid in pids.values())
 
 
-@pytest.mark.parametrize(("number", "moment"), [(signal.SIGINT, r"r0 pulled"), (signal.SIGTERM, r"prefill process")])
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [(signal.SIGINT, r"r0 pulled"), pytest.param(signal.SIGTERM, r"prefill process", marks=pytest.mark.model)],
+)
 def test_an_interrupt_ends_cleanly(run_kit, busy_prompts, tiny_directory, number, moment):
     run = run_kit.Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
     pids = run.pids()
@@ -147,6 +151,7 @@ def test_an_interrupt_ends_cleanly(run_kit, busy_prompts, tiny_directory, number
     assert all(run_kit.gone(pid) for pid in pids.values())
 
 
+@pytest.mark.model
 def test_kill_9_of_the_parent_leaves_no_process(run_kit, busy_prompts, tiny_directory):
     run = run_kit.Run("--model", str(tiny_directory), "--prompts", busy_prompts, "--json", "--chunk", "4")
     pids = run.pids()
