@@ -93,7 +93,8 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ask_timeout_s: how long a decode process's ask waits for a request that the prefill engine has not begun.
         read_timeout_s: a read older than this no longer renews its lease.
         quiesce_s: how long a failed request waits for its reads to become quiet.
-        hello_timeout_s: how long a decode process waits for the answer to its hello.
+        hello_timeout_s: how long a decode process waits for the answer to its hello, and a sender for the hello of who
+            connects.
         curve_certificate: file with this process's CURVE key pair (``zmq.auth.create_certificates``); "" is no
             encryption.
         curve_peer: file with the peer's public certificate.
