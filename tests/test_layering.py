@@ -22,7 +22,7 @@ ORDER = """
     spec config
     contract.base contract.formats contract.spaces contract.pools contract.kernels contract.models contract.backups contract.saved
     contract.transports contract.commands contract
-    plugins.hookspecs plugins.options plugins.needs plugins.registry plugins.loader plugins plugins.dispatch
+    plugins.hookspecs plugins.options plugins.needs plugins.registry plugins.installed plugins.loader plugins plugins.dispatch
     requests requests.allocator requests.spaces requests.stepplan requests.table requests.ranges requests.counts
     requests.payload requests.unit_lists requests.holds requests.checkpoints requests.rules requests.decode requests.steps
     requests.integrity requests.manager

@@ -14,7 +14,7 @@ import pytest
 
 from kvcore import contract
 from kvcore.plugins import hookspecs
-from kvcore.plugins.loader import PROVIDED_KINDS
+from kvcore.plugins.installed import PROVIDED_KINDS
 from kvcore.plugins.registry import KINDS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text()

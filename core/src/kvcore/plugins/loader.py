@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from importlib import metadata
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import msgspec
 import pluggy
@@ -22,6 +22,18 @@ from kvcore.contract import CONTRACT, Command, PluginInfo
 from kvcore.errors import ConfigError, PluginError, nearest
 from kvcore.log import get_logger
 from kvcore.plugins import hookspecs
+from kvcore.plugins.installed import (
+    BUILTIN,
+    GROUP,
+    PROVIDED_KINDS,
+    Installed,
+    distribution_of,
+    installed_now,
+    provided_names,
+    provider_of,
+    resolve_plugins,
+    version_of,
+)
 from kvcore.plugins.needs import missing_needs
 from kvcore.plugins.registry import KINDS, LoadedPlugin, Registry, collect, describe_cause
 
@@ -36,13 +48,6 @@ __all__ = [
     "provider_of",
     "resolve_plugins",
 ]
-
-GROUP = "kvcore"
-BUILTIN = "builtin"
-"""The plugin that is always enabled."""
-
-ProvidedKind = Literal["formats", "state_components", "transports", "backups", "commands"]
-PROVIDED_KINDS: tuple[ProvidedKind, ...] = ("formats", "state_components", "transports", "backups", "commands")
 
 EAGER_KINDS: tuple[str, ...] = tuple(kind.name for kind in KINDS.values() if not kind.lazy)
 
@@ -77,116 +82,6 @@ class PluginReport(msgspec.Struct, frozen=True):
         return self.error is None and not self.missing
 
 
-# --- what is installed -----------------------------------------------------------------------------------------------
-
-
-def _distribution(entry: metadata.EntryPoint) -> str:
-    return (entry.dist.name if entry.dist else "") or "unknown distribution"
-
-
-def _version(entry: metadata.EntryPoint) -> str:
-    return (entry.dist.version if entry.dist else "") or "unknown"
-
-
-class _Installed:
-    """What the metadata of installed distributions says, read once per call (reading it walks the site directory)."""
-
-    def __init__(self) -> None:
-        every = metadata.entry_points()
-        self._names: dict[int, str] = {}  # a name is parsed out of the whole metadata: once a distribution
-        self._groups: dict[str, list[metadata.EntryPoint]] = {
-            group: sorted(every.select(group=group), key=lambda e: (e.name, self._distribution(e), e.value))
-            for group in (GROUP, *(f"{GROUP}.{kind}" for kind in PROVIDED_KINDS))
-        }
-        self.plugins: dict[str, list[metadata.EntryPoint]] = {}
-        """Entry points of plugins by name: more than one where two distributions use the same name."""
-        for entry in self._groups[GROUP]:
-            self.plugins.setdefault(entry.name, []).append(entry)
-
-    def _distribution(self, entry: metadata.EntryPoint) -> str:
-        key = id(entry.dist)  # kept alive by the entries
-        if key not in self._names:
-            self._names[key] = _distribution(entry)
-        return self._names[key]
-
-    def promises(self, kind: str) -> dict[str, list[tuple[str, str]]]:
-        """Names of a kind → ``(plugin, distribution)`` of who lists it; plugin is "" where no plugin matches."""
-        owners = {(self._distribution(entry), entry.value): entry.name for entry in self._groups[GROUP]}
-        found: dict[str, list[tuple[str, str]]] = {}
-        for entry in self._groups[f"{GROUP}.{kind}"]:
-            distribution = self._distribution(entry)
-            found.setdefault(entry.name, []).append((owners.get((distribution, entry.value), ""), distribution))
-        return found
-
-    def promised_by(self, entry: metadata.EntryPoint) -> dict[str, tuple[str, ...]]:
-        """Kind → names that a plugin's own distribution lists for it."""
-        mine = (entry.name, self._distribution(entry))
-        found = {
-            kind: tuple(sorted(name for name, owners in self.promises(kind).items() if mine in owners))
-            for kind in PROVIDED_KINDS
-        }
-        return {kind: names for kind, names in found.items() if names}
-
-
-def provided_names(kind: ProvidedKind) -> tuple[str, ...]:
-    """Every name of a kind that an installed distribution's metadata lists, without importing anything."""
-    return tuple(sorted(_Installed().promises(kind)))
-
-
-def provider_of(kind: ProvidedKind, name: str) -> str | None:
-    """Return the plugin whose distribution's metadata lists ``name``; None where none does.
-
-    Raises:
-        PluginError: two distributions do, or the entry does not point at a plugin.
-    """
-    return _provider(_Installed(), kind, name)
-
-
-def _provider(installed: _Installed, kind: ProvidedKind, name: str) -> str | None:
-    providers = installed.promises(kind).get(name, [])
-    if not providers:
-        return None
-    if len(providers) > 1:
-        raise PluginError(
-            f"two installed plugins provide this {KINDS[kind].noun}",
-            name=name,
-            plugins=sorted(plugin for plugin, _ in providers),
-            distributions=sorted(distribution for _, distribution in providers),
-            remedy="uninstall one of them, or name the wanted one in plugins",
-        )
-    plugin, distribution = providers[0]
-    if not plugin:
-        raise PluginError(
-            "entry point lists a name but points at no plugin",
-            group=f"{GROUP}.{kind}",
-            name=name,
-            distribution=distribution,
-            remedy=f"give it the same value as the distribution's entry point in the group {GROUP!r}",
-        )
-    return plugin
-
-
-def resolve_plugins(config: Config) -> tuple[str, ...]:
-    """Names to load for a configuration, sorted: the built-ins, those it lists, and the providers of what it names.
-
-    Where two installed plugins provide a name, the one that ``plugins`` lists is meant; if it lists none or both,
-    that is a PluginError. A name that nothing provides is left to the registry, which names the nearest known one.
-    """
-    installed = _Installed()
-    listed = set(config.plugins)
-    names = {BUILTIN, *listed}
-    wanted: list[tuple[ProvidedKind, str]] = [("transports", config.transfer.transport)]
-    wanted += [("formats", name) for name in dict.fromkeys((config.cache.format, *config.cache.formats.values()))]
-    if config.retraction.policy == "backup":
-        wanted.append(("backups", config.retraction.backend))
-    for kind, name in wanted:
-        meant = {plugin for plugin, _ in installed.promises(kind).get(name, [])} & listed
-        provider = meant.pop() if len(meant) == 1 else _provider(installed, kind, name)
-        if provider is not None:
-            names.add(provider)
-    return tuple(sorted(names))
-
-
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +102,7 @@ def load_plugins(names: Config | Iterable[str] = (), *, strict: bool = True) -> 
         raise ConfigError("plugins must be a list of names", got=names)
     if isinstance(names, Config):
         names = resolve_plugins(names)
-    installed = _Installed()
+    installed = installed_now()
     loaded: dict[str, LoadedPlugin] = {}
     failures: dict[str, PluginError] = {}
     pending: dict[str, str] = dict.fromkeys({BUILTIN, *names}, "")  # name → who requires it
@@ -246,11 +141,10 @@ def load_command(name: str) -> Command:
         ConfigError: no installed plugin provides it; the nearest one is named.
         PluginError: its plugin is broken.
     """
-    installed = _Installed()
-    provider = _provider(installed, "commands", name)
+    provider = provider_of("commands", name)
     if provider is None:
-        raise ConfigError("unknown command", command=name, remedy=nearest(name, installed.promises("commands")))
-    return cast(Command, _load(provider, installed, ("commands",)).items["commands"][name])
+        raise ConfigError("unknown command", command=name, remedy=nearest(name, provided_names("commands")))
+    return cast(Command, _load(provider, installed_now(), ("commands",)).items["commands"][name])
 
 
 def discover(*, deep: bool = False) -> tuple[PluginReport, ...]:
@@ -259,7 +153,7 @@ def discover(*, deep: bool = False) -> tuple[PluginReport, ...]:
     Args:
         deep: also collect kernels and pool builders, which imports torch.
     """
-    installed = _Installed()
+    installed = installed_now()
     kinds = tuple(KINDS) if deep else EAGER_KINDS
     loaded: dict[str, LoadedPlugin] = {}
     failures: dict[str, PluginError] = {}
@@ -280,8 +174,8 @@ def discover(*, deep: bool = False) -> tuple[PluginReport, ...]:
             reports.append(
                 PluginReport(
                     name=name,
-                    distribution=_distribution(entry),
-                    version=_version(entry),
+                    distribution=distribution_of(entry),
+                    version=version_of(entry),
                     contract=info.contract if info else None,
                     summary=info.summary if info else "",
                     requires=tuple(info.requires) if info else (),
@@ -319,7 +213,7 @@ def _fail_dependents(
 
 def _load(
     name: str,
-    installed: _Installed,
+    installed: Installed,
     kinds: Sequence[str],
     seen: Callable[[str, PluginInfo], None] | None = None,
 ) -> LoadedPlugin:
@@ -331,7 +225,7 @@ def _load(
         raise PluginError(
             "two installed distributions have a plugin of this name",
             plugin=name,
-            distributions=[_distribution(entry) for entry in entries],
+            distributions=[distribution_of(entry) for entry in entries],
             remedy="uninstall one of them",
         )
     entry = entries[0]
@@ -339,12 +233,12 @@ def _load(
         module = entry.load()
     except (Exception, SystemExit) as error:  # whatever a plugin's import raises, the report names the plugin
         raise PluginError(
-            "plugin failed to import", plugin=name, distribution=_distribution(entry), cause=describe_cause(error)
+            "plugin failed to import", plugin=name, distribution=distribution_of(entry), cause=describe_cause(error)
         ) from error
     info = _check_info(name, entry, module)
     if seen is not None:
         seen(name, info)
-    plugin = LoadedPlugin(info, _distribution(entry), _version(entry), _hooks(name, entry, module))
+    plugin = LoadedPlugin(info, distribution_of(entry), version_of(entry), _hooks(name, entry, module))
     promised = installed.promised_by(entry)
     for kind in kinds:
         plugin.items[kind] = collect(plugin, KINDS[kind])
@@ -353,7 +247,7 @@ def _load(
 
 
 def _check_info(name: str, entry: metadata.EntryPoint, module: Any) -> PluginInfo:
-    facts = {"plugin": name, "distribution": _distribution(entry)}
+    facts = {"plugin": name, "distribution": distribution_of(entry)}
     info = getattr(module, "PLUGIN", None)
     if not isinstance(info, PluginInfo):
         what = "plugin does not expose PLUGIN" if info is None else "PLUGIN is not a PluginInfo"
@@ -387,7 +281,7 @@ def _hooks(name: str, entry: metadata.EntryPoint, module: Any) -> dict[str, Call
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
     known = [kind.hook for kind in KINDS.values()]
-    facts = {"plugin": name, "distribution": _distribution(entry)}
+    facts = {"plugin": name, "distribution": distribution_of(entry)}
     for attribute in dir(module):
         options = manager.parse_hookimpl_opts(module, attribute)
         if options is None:
