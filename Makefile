@@ -27,7 +27,7 @@ QUICK := $(addprefix core/tests/,layout requests memory test_config.py test_erro
 
 help:
 	@echo "make demo    a prefill and a decode process serve prompts with a real model"
-	@echo "make test    the tests; make test-model those with the real model and the long ones"
+	@echo "make test    the tests; make test-model those that take long, with real models"
 	@echo "make quick   the inner loop, under a minute: layouts, requests, memory, sessions, imports; no processes, no kernels"
 	@echo "make bench   transfer, retraction and dispatch against memcpy"
 	@echo "make lint    ruff and mypy --strict;  make fmt repairs what can be"
@@ -61,15 +61,15 @@ demo: venv
 
 # Torch's own threads would fight with the test processes for the cores.
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not model and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not model and not gpu" $(ARGS)
 
 # While editing. What starts processes, compiles kernels or builds models is left to `make test`.
 quick: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not model and not gpu" $(QUICK) $(ARGS)
 
-# Real processes, real weights: equal tokens with and without retraction, by both policies.
+# What takes long: real processes and real weights, whole models, kernels in an interpreter, hundreds of rounds of faults.
 test-model: venv
-	$(BIN)/python -m pytest -m model $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "(slow or model) and not gpu" $(ARGS)
 
 bench: venv
 	$(BIN)/python -m benchmarks $(ARGS)

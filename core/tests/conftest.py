@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -13,6 +15,15 @@ from by_path import load
 
 def _load(name: str) -> ModuleType:
     return load(Path(__file__).parent / "support" / f"{name}.py")
+
+
+@pytest.fixture(scope="module")
+def small_heap() -> Iterator[None]:
+    """What is there already is not walked again by every collection: in a process that has imported torch, half a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

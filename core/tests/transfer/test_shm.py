@@ -31,7 +31,10 @@ from kvcore.transfer.shm.transport import ShmEndpoint, ShmTransport
 
 CHILD = Path(__file__).parents[1] / "support" / "transfer_child.py"
 
-pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning"),
+    pytest.mark.usefixtures("small_heap"),
+]
 
 
 def descriptors() -> list[str]:

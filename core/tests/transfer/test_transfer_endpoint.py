@@ -42,7 +42,10 @@ from kvcore.transfer.wire.endpoint import CurveKeys, ReceiverEndpoint, SenderEnd
 UNITS = 32
 QUICK = TransferOptions(heartbeat_s=0.2, hello_timeout_s=1.5, peer_timeout_s=3.0)
 
-pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning"),
+    pytest.mark.usefixtures("small_heap"),
+]
 
 
 def descriptors() -> list[str]:

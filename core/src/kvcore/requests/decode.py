@@ -47,7 +47,7 @@ class Lengths:
         if np.any(rows < 0):
             self._ask(np.unique(blocks[rows < 0]).tolist())
             rows = self._row[blocks]
-        return tuple(self._table[rows + lengths % _BLOCK].T)
+        return tuple(np.ascontiguousarray(self._table[rows + lengths % _BLOCK].T))
 
     def _ask(self, blocks: list[int]) -> None:
         part = self._part
