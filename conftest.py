@@ -7,7 +7,8 @@ import pytest
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where tests are spread over processes by file, begin with the slow files: one that comes last keeps a core idle."""
+    """Where tests are spread over processes by file, begin with the long ones: one that comes last keeps a core idle."""
     if hasattr(config, "workerinput"):
-        slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: item.path not in slow)
+        marks = ("model", "slow")
+        long = {mark: {item.path for item in items if item.get_closest_marker(mark)} for mark in marks}
+        items.sort(key=lambda item: [item.path not in long[mark] for mark in marks])
