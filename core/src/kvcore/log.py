@@ -25,7 +25,13 @@ class Logger:
     def __getattr__(self, method: str) -> Any:
         if structlog.is_configured():
             return getattr(structlog.get_logger(self._name), method)
+        if method in ("debug", "info"):  # nothing is made for a line that nobody sees
+            return _unsaid
         return getattr(_quiet(self._name), method)
+
+
+def _unsaid(*_: Any, **__: Any) -> None:
+    return
 
 
 def get_logger(name: str) -> Logger:

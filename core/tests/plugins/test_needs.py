@@ -6,6 +6,7 @@ import importlib
 import json
 from pathlib import Path
 
+import numpy
 import pytest
 
 from kvcore.builtin.kernels.tuned import TorchStore
@@ -49,6 +50,9 @@ FORGOT = "absent, which it imports and does not require"
         ("import absent", ("absent>=1.0", "numpy>=1"), ["absent, which it requires"]),
         ("", ("numpy[nothing]>=1", "Absent_Thing (>=2)"), ["absent-thing, which it requires"]),
         ("", ("absent; sys_platform == 'nowhere'",), []),
+        ("", ("absent; sys_platform != 'nowhere'",), ["absent, which it requires"]),
+        ("", ("NumPy>=9999",), [f"numpy>=9999, which it requires ({numpy.__version__} is installed)"]),
+        ("", ("no requirement at all (",), []),
         ("import absent", ("absent; extra == 'fast'",), []),
         ("import absent", ("PyAbsent; extra == 'fast'",), []),  # may be where it comes from
         ("import other_one\nimport absent", ("absent; extra == 'fast'",), [FORGOT.replace("absent", "other_one")]),

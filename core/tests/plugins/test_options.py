@@ -64,7 +64,7 @@ WIRE = Wire()
         ("names", ["a", "b"], ("a", "b")),
         ("table", {"a": 1}, {"a": 1}),
         ("table", None, None),
-        ("where", "/tmp/x", Path("/tmp/x")),
+        ("where", "some/where", Path("some/where")),
         ("wire", WIRE, WIRE),
         ("wire", None, None),
         ("loose", [1, "x"], [1, "x"]),

@@ -6,43 +6,47 @@ Kernels import what they need when they are first used: what a wheel forgot to a
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from collections.abc import Iterator
 from importlib import metadata, util
 from pathlib import Path
 
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
 __all__ = ["missing_needs"]
 
-_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?([^;]*);?(.*)", re.DOTALL)
-_EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 _GUARDS = ("ImportError", "ModuleNotFoundError", "Exception", "TYPE_CHECKING", "find_spec", "platform", "version_info")
 
 
 def missing_needs(entry: metadata.EntryPoint) -> tuple[str, ...]:
     """What a plugin needs and is not installed, one phrase each; empty where nothing is missing.
 
-    Distributions that its metadata requires, extras of these included; and modules that its source imports although the
-    metadata asks for nothing by their name. An import below a ``try``, an ``if`` or a ``with`` that asks whether it works
-    is optional, and so is what an extra asks for; requirements under other markers are left to the installer.
+    Distributions that its metadata requires here, extras of these included, in a version that it takes; and modules that
+    its source imports although the metadata asks for nothing by their name. An import below a ``try``, an ``if`` or a
+    ``with`` that asks whether it works is optional, and so is what an extra asks for.
     """
     if entry.dist is None:
         return ()
-    absent = {name for name in _required(entry.dist, frozenset(), set()) if _distribution(name) is None}
-    named = {_plain(match[1]) for match in _requirements(entry.dist)}
-    modules = {module for module in _imported(entry.module) if not _importable(module) and _plain(module) not in absent}
-    unnamed = {module for module in modules if _plain(module) not in named}
+    absent, unfit = set[str](), set[str]()
+    for need in _required(entry.dist, frozenset(), set()):
+        name, found = canonicalize_name(need.name), _distribution(need.name)
+        if found is None:
+            absent.add(name)
+        elif not need.specifier.contains(found.version, prereleases=True):
+            unfit.add(f"{name}{need.specifier}, which it requires ({found.version} is installed)")
+    named = {canonicalize_name(need.name) for need in _requirements(entry.dist)}
+    missing = {module: canonicalize_name(module) for module in _imported(entry.module) if not _importable(module)}
+    modules = {module: name for module, name in missing.items() if name not in absent}
+    unnamed = {module for module, name in modules.items() if name not in named}
     # An extra that is absent and names none of these may be where a module of another name comes from.
-    if any(_distribution(name) is None for name in named - absent - {_plain(module) for module in modules}):
+    if any(_distribution(name) is None for name in named - absent - set(modules.values())):
         unnamed = set()
     return (
         *(f"{name}, which it requires" for name in sorted(absent)),
+        *sorted(unfit),
         *(f"{module}, which it imports and does not require" for module in sorted(unnamed)),
     )
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _distribution(name: str) -> metadata.Distribution | None:
@@ -52,29 +56,28 @@ def _distribution(name: str) -> metadata.Distribution | None:
         return None
 
 
-def _requirements(found: metadata.Distribution) -> Iterator[re.Match[str]]:
+def _requirements(found: metadata.Distribution) -> Iterator[Requirement]:
     for text in found.requires or ():
-        match = _REQUIREMENT.fullmatch(text)
-        if match is not None:
-            yield match
-
-
-def _required(found: metadata.Distribution, extras: frozenset[str], seen: set[tuple[str, frozenset[str]]]) -> set[str]:
-    """Names that a distribution requires with these extras, and those that extras of theirs do."""
-    names: set[str] = set()
-    for match in _requirements(found):
-        marker = match[4].strip()
-        extra = _EXTRA.fullmatch(marker)
-        if marker and (extra is None or extra[1] not in extras):
+        try:
+            yield Requirement(text)
+        except InvalidRequirement:  # the installer's to say
             continue
-        name = _plain(match[1])
-        names.add(name)
-        more = frozenset(word.strip() for word in (match[2] or "").split(",") if word.strip())
-        inner = _distribution(name)
-        if more and inner is not None and (name, more) not in seen:
-            seen.add((name, more))
-            names |= _required(inner, more, seen)
-    return names
+
+
+def _required(
+    found: metadata.Distribution, extras: frozenset[str], seen: set[tuple[str, frozenset[str]]]
+) -> list[Requirement]:
+    """What a distribution requires here with these extras, and what extras of that do."""
+    needs = []
+    for need in _requirements(found):
+        if need.marker is not None and not any(need.marker.evaluate({"extra": extra}) for extra in (*extras, "")):
+            continue
+        needs.append(need)
+        inner, key = _distribution(need.name), (canonicalize_name(need.name), frozenset(need.extras))
+        if need.extras and inner is not None and key not in seen:
+            seen.add(key)
+            needs += _required(inner, key[1], seen)
+    return needs
 
 
 def _importable(module: str) -> bool:
