@@ -359,17 +359,18 @@ class Manager(Unique):
         Raises RequestError for a row without new tokens, twice in the plan, in another open step or being filled;
         UnknownRequestError; PromptTooLongError; CapacityError with ``needed`` and ``free`` of the first short range.
         """
-        requests, decode = step_rows(self._requests, rows)
+        requests, counts, decode = step_rows(self._requests, rows)
         if decode and not speculative:
-            plan = self._steps.open_decode([request for request, _ in requests])
+            plan = self._steps.open_decode(requests)
             if plan is not None:
                 return plan
-        demand_step_fits(self._ranges, requests, speculative=speculative)
-        reserved = [request._reserved for request, _ in requests]
-        for request, count in requests:
+        pairs = list(zip(requests, counts, strict=True))
+        demand_step_fits(self._ranges, pairs, speculative=speculative)
+        reserved = [request._reserved for request in requests]
+        for request, count in pairs:
             self._end_filling(request)
             self._grow(request, request._length + count)
-        return self._steps.open(requests, reserved, speculative=speculative)
+        return self._steps.open(pairs, reserved, speculative=speculative)
 
     def commit(self, plan: StepPlan, accepted: Sequence[int] | None = None) -> tuple[StepRow, ...]:
         """The step ran: lengths advance by the accepted tokens of each row (all by default).

@@ -26,10 +26,12 @@ _MANY_ROWS = 16
 """Rows from which on a decode step is planned over arrays: with fewer the arrays cost more than the rows."""
 
 
-def step_rows(table: RequestTable, rows: Sequence[tuple[str, int]]) -> tuple[list[tuple[Request, int]], bool]:
-    """The requests of a step, each fit for it (RequestError); and whether it is worth planning over arrays."""
+def step_rows(table: RequestTable, rows: Sequence[tuple[str, int]]) -> tuple[list[Request], list[int], bool]:
+    """The requests of a step, each fit for it (RequestError), and their new tokens; and whether it is worth planning over
+    arrays."""
     live, decode = table.live, len(rows) >= _MANY_ROWS
-    requests: list[tuple[Request, int]] = []
+    requests: list[Request] = []
+    counts: list[int] = []
     for request_id, count in rows:
         request = live.get(request_id)
         if request is None or request._open_step is not None or request._spoiled or request._external:
@@ -40,10 +42,11 @@ def step_rows(table: RequestTable, rows: Sequence[tuple[str, int]]) -> tuple[lis
             decode = False
             if count < 1:
                 raise RequestError("a row of a step has at least one new token", request=request_id, count=count)
-        requests.append((request, count))
-    if len({request_id for request_id, _ in rows}) < len(requests):
-        raise RequestError("a request stands twice in one step", rows=[request.id for request, _ in requests])
-    return requests, decode
+        requests.append(request)
+        counts.append(count)
+    if len(set(requests)) < len(requests):
+        raise RequestError("a request stands twice in one step", rows=[request.id for request in requests])
+    return requests, counts, decode
 
 
 @dataclass(frozen=True)
