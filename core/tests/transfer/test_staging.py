@@ -127,10 +127,10 @@ def test_plans_are_made_once(cases: ModuleType) -> None:
     places = src.place({"pages": 9}), dst.place({"pages": 9})
     programs = [Program.build(src, places[0], dst, places[1]) for _ in range(2)]
     planner = StagingPlanner(traits(64))
-    plans = [planner.plan(program) for program in programs]
-    assert all(planner.plan(program) is plan for program, plan in zip(programs, plans, strict=True))
-    assert plans[0].program is programs[0]
-    assert plans[1].program is programs[1]
+    plans = [planner.plans(program) for program in programs]
+    assert all(planner.plans(program) is plan for program, plan in zip(programs, plans, strict=True))
+    assert plans[0][0].program is programs[0]
+    assert plans[1][0].program is programs[1]
 
 
 def _large(order: str, tp: int, arena: Any) -> Layout:

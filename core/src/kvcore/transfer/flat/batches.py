@@ -13,33 +13,73 @@ from kvcore.errors import TransferError
 from kvcore.layout import Int64Array
 from kvcore.layout.moves import Descriptors
 from kvcore.layout.moves.applying import copy_units
-from kvcore.transfer.flat.staging import StagingPlan
+from kvcore.transfer.flat.staging import Area, StagingPlan
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(eq=False)
 class Batch:
-    """Flat reads that are started together: all direct ones of a job, or some units by way of one slot."""
+    """Flat reads that are started together: all direct ones of a job, or some units by way of one slot.
+
+    Attributes:
+        reads: what the wire has to read; ``dst`` counts from ``offset`` of the staging buffer where it is staged.
+        area: how it lies there; None where it is read straight.
+        places: of each of its units, in every block of the area.
+    """
 
     group: str
     plan: StagingPlan
     src_ids: Int64Array
     dst_ids: Int64Array
     local: Bytes
-    staged: bool
+    reads: Descriptors
+    area: Area | None = None
+    places: tuple[Int64Array, ...] = ()
     slots: range = range(0)
     offset: int = 0
     handle: ReadHandle | None = None
     landed: bool = False
     landing: Landing | None = None
 
-    def reads(self) -> Descriptors:
-        """What the wire has to read."""
-        if not self.staged:
-            return self.plan.direct_reads(self.src_ids, self.dst_ids)
-        reads = self.plan.staged_reads(self.src_ids)
-        return Descriptors(reads.src, reads.dst + self.offset, reads.nbytes)
+    @classmethod
+    def straight(
+        cls, group: str, plan: StagingPlan, src_ids: Int64Array, dst_ids: Int64Array, local: Bytes
+    ) -> list[Batch]:
+        """What a plan reads straight: one batch, or none."""
+        reads = plan.direct_reads(src_ids, dst_ids)
+        return [cls(group, plan, src_ids, dst_ids, local, reads)] if len(reads) else []
+
+    @classmethod
+    def by_slots(
+        cls, group: str, plan: StagingPlan, src_ids: Int64Array, dst_ids: Int64Array, local: Bytes, room: int
+    ) -> list[Batch]:
+        """What a plan stages, in batches of at most ``room`` bytes."""
+        if not plan.windows:
+            return []
+        area, order = plan.area(room), np.argsort(src_ids, kind="stable")
+        src_ids, dst_ids = src_ids[order], dst_ids[order]
+        return [
+            cls(group, plan, src_ids[at], dst_ids[at], local, area.reads(src_ids[at], places), area, places)
+            for at, places in area.cut(src_ids)
+        ]
+
+    @property
+    def staged(self) -> bool:
+        """Whether it goes through the staging buffer."""
+        return self.area is not None
+
+    @property
+    def read_over_bytes(self) -> int:
+        """Bytes read that no move uses."""
+        used = self.plan.window_bytes - self.plan.read_over_bytes
+        return self.reads.total_bytes - used * self.src_ids.size if self.staged else 0
+
+    def wanted(self) -> Descriptors:
+        """What the wire has to read, at the batch's place in the staging buffer."""
+        return (
+            Descriptors(self.reads.src, self.reads.dst + self.offset, self.reads.nbytes) if self.offset else self.reads
+        )
 
     def poll(self) -> bool:
         """Whether the step under way has ended: the wire's, then the copy's. Raises what it failed with."""
@@ -62,11 +102,13 @@ class Landing:
 
     def run(self) -> None:
         """Copy. Never raises: what goes wrong is raised by :meth:`poll`."""
-        plan, ids = self._batch.plan, self._batch.src_ids
+        batch = self._batch
+        assert batch.area is not None
         try:
-            source = self._staging[self._batch.offset :]
-            units = ids.size, plan.program.dst_units
-            copy_units(plan.staged, source, self._batch.local, units, np.arange(ids.size), self._batch.dst_ids)
+            source = self._staging[batch.offset : batch.offset + batch.area.nbytes]
+            units = batch.area.units, batch.plan.program.dst_units
+            for block, places in zip(batch.area.blocks, batch.places, strict=True):
+                copy_units(block.moves, source, batch.local, units, places, batch.dst_ids)
         except Exception as error:  # noqa: BLE001 -- the copier's thread serves other reads; poll() raises this one
             self._error = error
         self._done.set()
@@ -94,10 +136,14 @@ class Slots:
         self._bytes = buffer.nbytes // self.NUMBER // self.ALIGNMENT * self.ALIGNMENT
         self._free = set(range(self.NUMBER))
 
-    def units(self, plan: StagingPlan, group: str) -> int:
-        """Units of a batch. Raises TransferError where not even one fits."""
+    def fits(self, plan: StagingPlan) -> bool:
+        """Whether there is room for a unit."""
+        return plan.staged_bytes <= self.buffer.nbytes
+
+    def room(self, plan: StagingPlan, group: str) -> int:
+        """Bytes of a batch: a slot, or all of the buffer. Raises TransferError where not even one unit fits."""
         need = plan.staged_bytes
-        if need > self.buffer.nbytes:
+        if not self.fits(plan):
             raise TransferError(
                 "the staging buffer cannot hold one unit",
                 group=group,
@@ -105,7 +151,7 @@ class Slots:
                 staging_bytes=self.buffer.nbytes,
                 remedy=f"give the transport at least {need} bytes for staging; with {2 * need} it reads ahead",
             )
-        return max(1, self._bytes // max(1, need))
+        return self._bytes if need <= self._bytes else self.buffer.nbytes
 
     def acquire(self, batch: Batch) -> bool:
         """Give a batch room; False where it has to wait."""

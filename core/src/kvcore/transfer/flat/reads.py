@@ -18,15 +18,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
-import numpy as np
 
 from kvcore.contract import PeerConnection, ReadHandle, ReadJob, TransportTraits
 from kvcore.errors import KVCoreError, LayoutError, PeerLostError, TransferError
+from kvcore.layout import Int64Array
 from kvcore.layout.moves import Descriptors
 from kvcore.log import get_logger
 from kvcore.transfer.copier import Copier, ThreadCopier
 from kvcore.transfer.flat.batches import Batch, Bytes, Landing, Slots
-from kvcore.transfer.flat.staging import DEFAULT_BYTES_PER_US, StagingPlanner
+from kvcore.transfer.flat.staging import DEFAULT_BYTES_PER_US, StagingPlan, StagingPlanner
 
 _log = get_logger("kvcore.transfer.flat")
 
@@ -168,14 +168,22 @@ class FlatReader:
             raise TransferError(error.message, group=job.group, **error.fields) from error
         if not src_ids.size:
             return
-        plan = self._planner.plan(program)
-        units = self._slots.units(plan, job.group)
-        if plan.direct:
-            yield Batch(job.group, plan, src_ids, dst_ids, local, staged=False)
-        order = np.argsort(src_ids, kind="stable")  # windows of neighbouring source units become one read
-        for first in range(0, src_ids.size if plan.windows else 0, units):
-            some = order[first : first + units]
-            yield Batch(job.group, plan, src_ids[some], dst_ids[some], local, staged=True)
+        plan, *others = self._planner.plans(program)
+        room = self._slots.room(plan, job.group)
+        found = self._carried_out(job.group, plan, src_ids, dst_ids, local, room)
+        for other in others:
+            if self._slots.fits(other):
+                room = self._slots.room(other, job.group)
+                better = self._carried_out(job.group, other, src_ids, dst_ids, local, room)
+                found = min(found, better, key=_price)
+        yield from found
+
+    @staticmethod
+    def _carried_out(
+        group: str, plan: StagingPlan, src_ids: Int64Array, dst_ids: Int64Array, local: Bytes, room: int
+    ) -> list[Batch]:
+        straight = Batch.straight(group, plan, src_ids, dst_ids, local)
+        return straight + Batch.by_slots(group, plan, src_ids, dst_ids, local, room)
 
     def advance(self) -> None:
         """Move every read along as far as it goes without waiting."""
@@ -215,7 +223,7 @@ class FlatReader:
             if batch.staged and not (room and self._slots.acquire(batch)):
                 return False
             read.waiting.popleft()
-            reads = batch.reads()
+            reads = batch.wanted()
             try:
                 batch.handle = read.connection.read_flat(batch.group, reads, staged=batch.staged)
             except Exception as error:  # noqa: BLE001 -- as above: nothing of this batch was started
@@ -232,7 +240,7 @@ class FlatReader:
         if batch.staged:
             self.stats.batches += 1
             self.stats.staged_bytes += reads.total_bytes
-            self.stats.read_over_bytes += batch.plan.read_over_bytes * batch.src_ids.size
+            self.stats.read_over_bytes += batch.read_over_bytes
 
     def quiesce(self, connection: FlatConnection, timeout_s: float) -> bool:
         """Wait until no read of a connection is left; False past the deadline."""
@@ -263,6 +271,11 @@ class FlatReader:
         if first:
             _log.debug("flat reads are over", quiet=quiet, **msgspec.structs.asdict(self.stats))
         return quiet
+
+
+def _price(batches: Sequence[Batch]) -> int:
+    """What the reads of a plan cost, in bytes of the wire."""
+    return sum(len(batch.reads) * batch.plan.gap + batch.reads.total_bytes for batch in batches)
 
 
 class _Read(ReadHandle):

@@ -16,16 +16,21 @@ descriptor, hence a gap is bridged up to ::
 
 A move is read straight where its runs have ``min_run_bytes`` at least, or where no two of them come to lie in one window,
 so that staging would only add a copy. What is read straight is merged where runs of neighbouring units touch.
+
+Units are taken together in the same way: windows of source units that are no further apart than that are one read, and
+lie in the staging buffer as they do in the source. So short units that are neighbours at the source and scattered here are
+read *across*: a second plan stages every run that a descriptor costs more than, and the ids of a read say which of the
+two plans is cheaper.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcore.contract import TransportTraits
 from kvcore.layout import Int64Array
@@ -41,6 +46,101 @@ _MAX_PLANS = 1024
 
 
 @dataclass(frozen=True)
+class Block:
+    """Windows of one unit stride as they lie in the staging buffer; their units there are called slots.
+
+    Attributes:
+        windows: moves without dimensions from the source to the staging buffer, whose units are slots.
+        moves: from the staging buffer to the destination.
+        reach: source units that are no further apart than this are one read; 0 where every unit is one of its own.
+        apart: slots that a unit takes where the next one is out of reach.
+    """
+
+    windows: tuple[Move, ...]
+    moves: tuple[Move, ...]
+    reach: int
+    apart: int
+
+    def joins(self, src_ids: Int64Array) -> npt.NDArray[np.bool_]:
+        """Whether each unit but the first is one read with the one before it."""
+        steps = np.diff(src_ids)
+        return (steps > 0) & (steps <= self.reach)
+
+    def slots(self, src_ids: Int64Array) -> Int64Array:
+        """The slot of each unit, for ascending ids: as far apart as in the source where they are one read."""
+        steps = np.where(self.joins(src_ids), np.diff(src_ids), self.apart)
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(steps)])
+
+    def reads(self, src_ids: Int64Array, slots: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Offsets at the source and in the staging buffer, and sizes."""
+        breaks = np.flatnonzero(~self.joins(src_ids))
+        first, last = np.append(0, breaks + 1), np.append(breaks, src_ids.size - 1)
+        rows = [(w.src_offset, w.src_unit_stride, w.dst_offset, w.dst_unit_stride, w.run_bytes) for w in self.windows]
+        src, src_stride, dst, dst_stride, size = np.array(rows, np.int64).T[:, :, None]
+        sizes = (src_ids[last] - src_ids[first]) * src_stride + size
+        sides = src + src_ids[first] * src_stride, dst + slots[first] * dst_stride
+        return sides[0].reshape(-1), sides[1].reshape(-1), sizes.reshape(-1)
+
+
+@dataclass(frozen=True)
+class Area:
+    """How the batches of a plan lie in a part of the staging buffer.
+
+    Windows whose neighbours are worth one read have a stretch of their own each, in which units lie as in the source. The
+    others lie side by side, unit after unit.
+
+    Attributes:
+        blocks: the windows, by stride.
+        units: slots there is room for.
+        nbytes: bytes they take.
+    """
+
+    blocks: tuple[Block, ...]
+    units: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, groups: Sequence[_Windows], gap: int, units: int) -> Area:
+        """Lay windows out for a number of units."""
+        blocks, end = [], 0
+        loose = [group for group in groups if not group.reach(gap)]
+        places = []
+        for group in loose:
+            offsets, end = group.place(end, 1)
+            places.append(offsets)
+        pitch = _aligned(end)
+        for group, offsets in zip(loose, places, strict=True):
+            blocks.append(group.block(offsets, pitch, reach=0, apart=1))
+        end = pitch * units
+        for group in groups:
+            reach, stride = group.reach(gap), group.unit_stride
+            if reach:
+                offsets, end = group.place(end, units)
+                blocks.append(group.block(offsets, stride, reach=reach, apart=-(-max(group.sizes) // stride)))
+        return cls(tuple(blocks), units, _aligned(end))
+
+    def cut(self, src_ids: Int64Array) -> Iterator[tuple[slice, tuple[Int64Array, ...]]]:
+        """Ascending ids as batches that there is room for: which of them, and their slots in every block."""
+        slots = [block.slots(src_ids) for block in self.blocks]
+        first = 0
+        while first < src_ids.size:
+            stop = min(int(np.searchsorted(some, some[first] + self.units)) for some in slots)
+            yield slice(first, stop), tuple(some[first:stop] - some[first] for some in slots)
+            first = stop
+
+    def reads(self, src_ids: Int64Array, slots: Sequence[Int64Array]) -> Descriptors:
+        """What a batch reads into the staging buffer, in order of destination."""
+        parts = [block.reads(src_ids, some) for block, some in zip(self.blocks, slots, strict=True)]
+        src, dst, nbytes = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        order = np.argsort(dst, kind="stable")
+        return Descriptors(src[order], dst[order], nbytes[order])
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True)
 class StagingPlan:
     """One program as flat reads; build it with :meth:`build`.
 
@@ -52,6 +152,7 @@ class StagingPlan:
         staged_bytes: bytes a pair of units takes of the staging buffer; 0 where nothing is staged.
         window_bytes: bytes a pair of units reads into the staging buffer.
         read_over_bytes: how many of them no move uses.
+        gap: bytes that are cheaper read over than left out; what a descriptor costs, in bytes.
     """
 
     program: Program
@@ -61,6 +162,9 @@ class StagingPlan:
     staged_bytes: int
     window_bytes: int
     read_over_bytes: int
+    gap: int
+    _groups: tuple[_Windows, ...]
+    _areas: dict[int, Area] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -68,6 +172,8 @@ class StagingPlan:
         program: Program,
         traits: TransportTraits,
         bytes_per_us: float = DEFAULT_BYTES_PER_US,
+        *,
+        across: bool = False,
     ) -> StagingPlan:
         """Decide for every move whether it is read straight.
 
@@ -75,52 +181,58 @@ class StagingPlan:
             program: what to move.
             traits: the wire's ``min_run_bytes`` and ``descriptor_cost_us``.
             bytes_per_us: rate of the wire.
+            across: for source units that lie side by side: stage whatever a descriptor costs more than.
         """
         gap = max(traits.min_run_bytes, int(traits.descriptor_cost_us * bytes_per_us))
-        long = [m for m in program.moves if m.run_bytes >= traits.min_run_bytes]
+        enough = gap if across else traits.min_run_bytes
+        long = [m for m in program.moves if m.run_bytes >= enough]
         spans = [_Spans.of(move, gap) for move in program.moves if move not in long]
         windows = [_Windows.cover(same, gap) for same in _by_stride(spans)]
         alone = [span.move for window in windows for span in window.spans if not window.joins_runs_of(span)]
+        if across:
+            alone = []
         direct = [move for move in program.moves if move in long or move in alone]
         kept = [span for span in spans if span.move not in alone]
-        return cls._of(program, direct, [_Windows.cover(same, gap) for same in _by_stride(kept)])
+        return cls._of(program, direct, [_Windows.cover(same, gap) for same in _by_stride(kept)], gap)
 
     @classmethod
-    def _of(cls, program: Program, direct: Sequence[Move], groups: Sequence[_Windows]) -> StagingPlan:
-        offsets, end = [], 0
-        for start, nbytes in ((s, n) for group in groups for s, n in zip(group.starts, group.sizes, strict=True)):
-            offset = end + (start - end) % _ALIGNMENT  # a staged byte is aligned as it was in the source
-            offsets.append(offset)
-            end = offset + nbytes
-        staged_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
-        reads, staged, at = [], [], iter(offsets)
-        for group in groups:
-            places = list(itertools.islice(at, len(group.starts)))
-            for start, nbytes, offset in zip(group.starts, group.sizes, places, strict=True):
-                reads.append(Move((), start, group.unit_stride, offset, staged_bytes, (), nbytes))
-            staged += group.rebase(places, staged_bytes)
-        window_bytes = sum(move.nbytes for move in reads)
+    def _of(cls, program: Program, direct: Sequence[Move], groups: Sequence[_Windows], gap: int) -> StagingPlan:
+        one = Area.of(groups, gap, 1)
+        windows = tuple(window for block in one.blocks for window in block.windows)
+        staged = tuple(move for block in one.blocks for move in block.moves)
+        window_bytes = sum(move.nbytes for move in windows)
         return cls(
             program=program,
             direct=tuple(direct),
-            windows=tuple(reads),
-            staged=tuple(staged),
-            staged_bytes=staged_bytes,
+            windows=windows,
+            staged=staged,
+            staged_bytes=one.nbytes,
             window_bytes=window_bytes,
             read_over_bytes=window_bytes - sum(move.nbytes for move in staged),
+            gap=gap,
+            _groups=tuple(groups),
         )
 
     def direct_reads(self, src_ids: Int64Array, dst_ids: Int64Array) -> Descriptors:
         """What is read from the source's arena straight into the destination's, for checked pairs of units."""
         return flatten(self.direct, src_ids, dst_ids)
 
-    def staged_reads(self, src_ids: Int64Array) -> Descriptors:
-        """What is read from the source's arena into the staging buffer, whose unit ``i`` serves ``src_ids[i]``."""
-        return flatten(self.windows, src_ids, np.arange(src_ids.size))
+    def area(self, room: int) -> Area:
+        """How batches lie in ``room`` bytes of the staging buffer; at least ``staged_bytes``."""
+        if room not in self._areas:
+            # So many at a time that what aligns windows is the same every time.
+            each = (Area.of(self._groups, self.gap, 1 + _ALIGNMENT).nbytes - self.staged_bytes) // _ALIGNMENT
+            units = 1 + (room - self.staged_bytes) // max(1, each)
+            area = Area.of(self._groups, self.gap, units)
+            while area.nbytes > room:
+                units -= 1
+                area = Area.of(self._groups, self.gap, units)
+            self._areas[room] = area
+        return self._areas[room]
 
 
 class StagingPlanner:
-    """Plans for the programs of one wire, each made once.
+    """Plans for the programs of one wire, each made once: as it is for scattered units, and across neighbouring ones.
 
     Args:
         traits: of the transport.
@@ -130,16 +242,20 @@ class StagingPlanner:
     def __init__(self, traits: TransportTraits, bytes_per_us: float = DEFAULT_BYTES_PER_US) -> None:
         self._traits = traits
         self._bytes_per_us = bytes_per_us
-        self._plans: dict[int, StagingPlan] = {}
+        self._plans: dict[int, tuple[StagingPlan, ...]] = {}
 
-    def plan(self, program: Program) -> StagingPlan:
-        """The plan for a program."""
+    def plans(self, program: Program) -> tuple[StagingPlan, ...]:
+        """The plans for a program, to choose from by the ids of a read; the first is for any."""
         found = self._plans.get(id(program))
         if found is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            found = self._plans[id(program)] = StagingPlan.build(program, self._traits, self._bytes_per_us)
-        return found  # it keeps its program, so that the id stays its own
+            plan, across = (
+                StagingPlan.build(program, self._traits, self._bytes_per_us, across=across) for across in (False, True)
+            )
+            found = (plan,) if across.direct == plan.direct else (plan, across)
+            self._plans[id(program)] = found
+        return found  # they keep their program, so that the id stays its own
 
 
 @dataclass(frozen=True)
@@ -222,6 +338,26 @@ class _Windows:
         counts = np.bincount(window, weights=runs).astype(np.int64)
         stride = spans[0].move.src_unit_stride
         return cls(stride, tuple(spans), lows.tolist(), (highs - lows).tolist(), counts, tuple(members))
+
+    def reach(self, gap: int) -> int:
+        """How far apart units may be to be one read: no window then reads over more than ``gap`` bytes between them."""
+        return max(0, (gap + min(self.sizes)) // self.unit_stride) if self.unit_stride > 0 else 0
+
+    def place(self, end: int, units: int) -> tuple[list[int], int]:
+        """Offsets of windows that lie behind ``end``, and the end of the last; aligned as they were in the source."""
+        offsets = []
+        for start, nbytes in zip(self.starts, self.sizes, strict=True):
+            offsets.append(end + (start - end) % _ALIGNMENT)
+            end = offsets[-1] + (units - 1) * self.unit_stride + nbytes
+        return offsets, end
+
+    def block(self, offsets: Sequence[int], pitch: int, *, reach: int, apart: int) -> Block:
+        """The windows at these offsets of a staging buffer whose slots are ``pitch`` bytes apart."""
+        windows = tuple(
+            Move((), start, self.unit_stride, offset, pitch, (), nbytes)
+            for start, nbytes, offset in zip(self.starts, self.sizes, offsets, strict=True)
+        )
+        return Block(windows, tuple(self.rebase(offsets, pitch)), reach, apart)
 
     def joins_runs_of(self, span: _Spans) -> bool:
         """Whether some run of a move shares its window with another run."""
