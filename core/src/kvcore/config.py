@@ -95,9 +95,8 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         quiesce_s: how long a failed request waits for its reads to become quiet.
         hello_timeout_s: how long a decode process waits for the answer to its hello, and a sender for the hello of who
             connects.
-        curve_certificate: file with this process's CURVE key pair (``zmq.auth.create_certificates``); "" is no
-            encryption.
-        curve_peer: file with the peer's public certificate.
+        curve_certificate: file with this process's CURVE key pair (``kvcore keys new``); "" is no encryption.
+        curve_peers: files with the public certificates of the peers, the only ones that are talked to.
     """
 
     transport: str = "shm"
@@ -113,7 +112,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quiesce_s: Seconds = 10.0
     hello_timeout_s: Seconds = 10.0
     curve_certificate: str = ""
-    curve_peer: str = ""
+    curve_peers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -129,12 +128,12 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     heartbeat_s=self.heartbeat_s,
                     **{name: getattr(self, name)},
                 )
-        if bool(self.curve_certificate) != bool(self.curve_peer):
+        if bool(self.curve_certificate) != bool(self.curve_peers):
             raise ConfigError(
-                "CURVE needs both certificates",
-                key="transfer.curve_peer",
+                "CURVE needs one's own certificate and those of the peers",
+                key="transfer.curve_peers",
                 curve_certificate=self.curve_certificate,
-                curve_peer=self.curve_peer,
+                curve_peers=list(self.curve_peers),
             )
 
 

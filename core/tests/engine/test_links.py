@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq.auth
 
 from kvcore import KVCache, LayerGroup, ModelSpec, TensorSpec, load_config, load_plugins
+from kvcore.builtin.commands.keys import write_pair
+from kvcore.config import TransferConfig
 from kvcore.contract import Transport, unsupported
-from kvcore.engine.links import check_bind
+from kvcore.engine.links import check_bind, keys_of, keys_to
 from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
 from kvcore.memory.store import Store
 from kvcore.plugins import Registry
@@ -71,10 +72,42 @@ def test_a_port_in_use_is_left_to_whoever_serves(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_pools")
 def test_certificates_are_read_before_pools(tmp_path: Path) -> None:
-    public, secret = zmq.auth.create_certificates(tmp_path, "a")
-    assert "cannot read" in refused(ConfigError, curve_certificate="/none", curve_peer=public).message
-    assert "no secret key" in refused(ConfigError, curve_certificate=public, curve_peer=public).message
-    assert "cannot read" in refused(ConfigError, curve_certificate=secret, curve_peer="/none").message
+    public, secret = (str(path) for path in write_pair("a", tmp_path))
+    assert "cannot read" in refused(ConfigError, curve_certificate="/none", curve_peers=[public]).message
+    assert "no secret key" in refused(ConfigError, curve_certificate=public, curve_peers=[public]).message
+    assert "cannot read" in refused(ConfigError, curve_certificate=secret, curve_peers=[public, "/none"]).message
+
+
+@pytest.mark.usefixtures("no_pools")
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_secret_key_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+    public, secret = write_pair("a", tmp_path)
+    secret.chmod(mode)
+    error = refused(ConfigError, curve_certificate=str(secret), curve_peers=[str(public)])
+    assert error.fields["key"] == "transfer.curve_certificate"
+    assert f"chmod 600 {secret}" in error.remedy
+
+
+def test_which_key_a_sender_has_is_said_where_there_are_several(tmp_path: Path) -> None:
+    pairs = {name: [str(path) for path in write_pair(name, tmp_path)] for name in "abc"}
+    publics = [pairs[name][0] for name in "bc"]
+    config = TransferConfig(curve_certificate=pairs["a"][1], curve_peers=tuple(publics))
+    every = keys_of(config)
+    assert every is not None
+    assert len(set(every.peers)) == 2
+    for number, public in enumerate(publics):
+        one = keys_to(config, public)
+        assert one is not None
+        assert one.peers == (every.peers[number],)
+    for wrong in (None, "d.key"):
+        with pytest.raises(ConfigError) as caught:
+            keys_to(config, wrong)
+        assert caught.value.fields["choices"] == publics
+    alone = TransferConfig(curve_certificate=pairs["a"][1], curve_peers=(publics[0],))
+    assert keys_to(alone, None) == keys_to(config, publics[0])
+    assert keys_to(TransferConfig(), None) is None
+    with pytest.raises(ConfigError):
+        keys_to(TransferConfig(), publics[0])
 
 
 @pytest.mark.usefixtures("no_pools")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import zmq.auth
 
+from kvcore.builtin.commands.keys import write_pair
 from kvcore.config import load_config
 from kvcore.engine.cache import KVCache
 from kvcore.engine.peers import ReceiveDone, ReceiveFailed, ReceiveSide, SendDone, SendFailed, SendSide
@@ -307,10 +307,10 @@ def test_arena_orders_may_differ() -> None:
 
 
 def test_curve_certificates_from_files(tmp_path: Path) -> None:
-    pairs = {name: zmq.auth.create_certificates(tmp_path, name) for name in ("prefill", "decode", "stranger")}
+    pairs = {name: [str(p) for p in write_pair(name, tmp_path)] for name in ("prefill", "decode", "stranger")}
 
-    def keys(mine: str, peer: str) -> dict[str, object]:
-        return {"transfer.curve_certificate": pairs[mine][1], "transfer.curve_peer": pairs[peer][0]}
+    def keys(mine: str, *peers: str) -> dict[str, object]:
+        return {"transfer.curve_certificate": pairs[mine][1], "transfer.curve_peers": [pairs[p][0] for p in peers]}
 
     with build(**keys("prefill", "decode")) as prefill:
         send = prefill.serve()
@@ -321,10 +321,15 @@ def test_curve_certificates_from_files(tmp_path: Path) -> None:
             send.begin("r", 3)
             prefill_chunk(prefill, send, "r", 3, 0, 3, 3)
             assert isinstance(take(receive, (ReceiveDone, ReceiveFailed)), ReceiveDone)
-        with build(**keys("decode", "stranger")) as decode, pytest.raises(HandshakeError):
-            decode.connect(send.address)
+        for mine, peer in (("decode", "stranger"), ("stranger", "prefill")):
+            with build(**keys(mine, peer)) as decode, pytest.raises(HandshakeError):
+                decode.connect(send.address)
+        with build(**keys("decode", "stranger", "prefill")) as decode:
+            with pytest.raises(ConfigError, match="peers"):
+                decode.connect(send.address)
+            decode.connect(send.address, peer=pairs["prefill"][0])
     with pytest.raises(ConfigError, match="CURVE"):
-        build(**{"transfer.curve_certificate": str(tmp_path / "none"), "transfer.curve_peer": "x"})
+        build(**{"transfer.curve_certificate": str(tmp_path / "none"), "transfer.curve_peers": ["x"]})
 
 
 # --- layers while the others are computed ---

@@ -528,34 +528,60 @@ def test_a_control_connection_that_is_cut_is_not_taken_up_again(kit: ModuleType,
 # --- CURVE ---
 
 
-def keys(server: bytes = b"") -> CurveKeys:
-    public, secret = zmq.curve_keypair()
-    return CurveKeys(public, secret, server)
+def keyring(*names: str) -> dict[str, tuple[bytes, bytes]]:
+    return {name: zmq.curve_keypair() for name in names}
+
+
+def keys(ring: dict[str, tuple[bytes, bytes]], mine: str, *peers: str) -> CurveKeys:
+    return CurveKeys(*ring[mine], tuple(ring[peer][0] for peer in peers))
 
 
 def test_curve(kit: ModuleType, hosts: Any) -> None:
     sender, receiver = hosts("sender", "s"), hosts("receiver", "r")
-    server = keys()
-    sender.serve(keys=server)
-    receiver.connect(sender.endpoint.address, keys=keys(server.public_key))
+    ring = keyring("s", "r", "q")
+    sender.serve(keys=keys(ring, "s", "q", "r"))
+    receiver.connect(sender.endpoint.address, keys=keys(ring, "r", "s"))
+    pull(kit, sender, receiver, "x", [3, 4], [7, 1])
+    hosts("receiver", "q").connect(sender.endpoint.address, keys=keys(ring, "q", "s"))
+    assert sender.endpoint.stats().peers == 2
+
+
+@pytest.mark.parametrize("wrong", ["plain", "other server", "not listed"])
+def test_wrong_curve_keys_get_no_answer(kit: ModuleType, hosts: Any, wrong: str) -> None:
+    """Nor do they disturb who is connected: refused soon, and told nothing of the sender's model."""
+    sender, receiver = hosts("sender", "s"), hosts("receiver", "r")
+    ring = keyring("s", "r", "stranger")
+    sender.serve(keys=keys(ring, "s", "r"))
+    receiver.connect(sender.endpoint.address, keys=keys(ring, "r", "s"))
+    theirs = {
+        "plain": None,
+        "other server": keys(ring, "r", "stranger"),
+        "not listed": keys(ring, "stranger", "s"),
+    }
+    began = time.monotonic()
+    with pytest.raises(HandshakeError) as caught:
+        hosts("receiver", "other").connect(sender.endpoint.address, keys=theirs[wrong])
+    assert time.monotonic() - began < 1
+    assert set(caught.value.fields) == {"address"}
+    assert sender.endpoint.stats().peers == 1
     pull(kit, sender, receiver, "x", [3, 4], [7, 1])
 
 
-@pytest.mark.parametrize("wrong", ["plain", "other server"])
-def test_wrong_curve_keys_get_no_answer(kit: ModuleType, hosts: Any, wrong: str) -> None:
-    sender, receiver = hosts("sender", "s"), hosts("receiver", "r")
-    sender.serve(keys=keys())
+def test_a_plain_sender_gets_no_receiver_with_keys(hosts: Any) -> None:
+    ring = keyring("s", "r")
+    address = hosts("sender", "s").serve().address
     with pytest.raises(HandshakeError):
-        receiver.connect(sender.endpoint.address, keys=None if wrong == "plain" else keys(keys().public_key))
-    assert sender.endpoint.stats().peers == 0
+        hosts("receiver", "r").connect(address, keys=keys(ring, "r", "s"))
 
 
 def test_curve_keys_are_checked(hosts: Any) -> None:
+    ring = keyring("r", "s", "t")
+    for given in [(b"short", b"x" * 40, (b"x" * 40,)), (b"x" * 40, b"x" * 40, (b"short",)), (b"x" * 40, b"x" * 40, ())]:
+        with pytest.raises(ConfigError):
+            CurveKeys(*given)
     with pytest.raises(ConfigError):
-        CurveKeys(b"short", b"x" * 40)
-    with pytest.raises(ConfigError):
-        hosts("receiver", "r").connect("tcp://127.0.0.1:1", keys=keys())
-    bad = CurveKeys(b"\x00" * 40, b"\x01" * 40, b"\x02" * 40)
+        hosts("receiver", "r").connect("tcp://127.0.0.1:1", keys=keys(ring, "r", "s", "t"))
+    bad = CurveKeys(b"\x00" * 40, b"\x01" * 40, (b"\x02" * 40,))
     with pytest.raises(ConfigError):
         hosts("receiver", "r").connect("tcp://127.0.0.1:1", keys=bad)
 

@@ -346,13 +346,14 @@ class KVCache(Unique):
         return self._exchange.serve()
 
     @while_open
-    def connect(self, addresses: str | Sequence[str]) -> ReceiveSide:
+    def connect(self, addresses: str | Sequence[str], *, peer: str | None = None) -> ReceiveSide:
         """Pull requests from the caches served at ``addresses``: one for every rank of one prefill engine, in any order.
 
-        Heads and layers are matched by their ids, whatever the two engines' degrees and stages are. Raises
-        HandshakeError for what cannot be converted, and for what no rank of the sender holds.
+        Heads and layers are matched by their ids, whatever the two engines' degrees and stages are. ``peer`` says which
+        of several ``transfer.curve_peers`` is the certificate of that engine. Raises HandshakeError for what cannot be
+        converted, for what no rank of the sender holds, and where the sender does not take this process's key.
         """
-        return self._exchange.connect(addresses)
+        return self._exchange.connect(addresses, peer)
 
     # --- inspection, end ---
 

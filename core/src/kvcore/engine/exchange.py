@@ -61,12 +61,12 @@ class Exchange:
         self._sides.append(made)
         return made
 
-    def connect(self, addresses: str | Sequence[str]) -> ReceiveSide:
+    def connect(self, addresses: str | Sequence[str], peer: str | None) -> ReceiveSide:
         """See :meth:`kvcore.engine.cache.KVCache.connect`."""
         manifest, parts = self._manifest("receiver"), self._parts
         made = ReceiveSide.open(
             addresses, manifest, self._config.transfer, self._registered(), parts.manager, parts.store,
-            parts.retractor.poll, turns=self._turns, on_close=self._forget,
+            parts.retractor.poll, peer=peer, turns=self._turns, on_close=self._forget,
         )  # fmt: skip
         self._sides.append(made)
         return made

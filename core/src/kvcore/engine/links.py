@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,15 +118,52 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def keys_of(config: TransferConfig) -> CurveKeys | None:
-    """The CURVE keys of the configuration, None without. ConfigError for a certificate that cannot be read."""
+def keys_of(config: TransferConfig, peers: Sequence[str] | None = None) -> CurveKeys | None:
+    """The CURVE keys of the configuration, None without; ``peers`` are some of its peers instead of all.
+
+    Raises:
+        ConfigError: a certificate that cannot be read, or a secret one that others than its owner may use.
+    """
     if not config.curve_certificate:
         return None
-    try:
-        public, secret = zmq.auth.load_certificate(config.curve_certificate)
-        peer, _ = zmq.auth.load_certificate(config.curve_peer)
-    except (OSError, ValueError) as error:
-        raise ConfigError("cannot read a CURVE certificate", cause=str(error)) from error
+    public, secret = _certificate(config.curve_certificate)
     if secret is None:
         raise ConfigError("the certificate has no secret key", key="transfer.curve_certificate")
-    return CurveKeys(public, secret, peer)
+    mode = stat.S_IMODE(Path(config.curve_certificate).stat().st_mode)
+    if mode & 0o077:
+        raise ConfigError(
+            "a secret key that others than its owner may use",
+            key="transfer.curve_certificate",
+            path=config.curve_certificate,
+            mode=f"{mode:04o}",
+            remedy=f"chmod 600 {config.curve_certificate}, and make a new pair where others may have read it",
+        )
+    listed = config.curve_peers if peers is None else peers
+    return CurveKeys(public, secret, tuple(_certificate(path)[0] for path in listed))
+
+
+def _certificate(path: str) -> tuple[bytes, bytes | None]:
+    try:
+        return zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError("cannot read a CURVE certificate", path=path, cause=str(error)) from error
+
+
+def keys_to(config: TransferConfig, peer: str | None) -> CurveKeys | None:
+    """The CURVE keys to connect to one of the peers with; it need not be named where there is one.
+
+    Raises:
+        ConfigError: as :func:`keys_of`; ``peer`` is none of ``transfer.curve_peers``, or not said and they are several.
+    """
+    choices = config.curve_peers
+    if peer is None and len(choices) <= 1:
+        return keys_of(config)
+    if peer not in choices:
+        raise ConfigError(
+            "the sender's key is one of the configured peers'",
+            key="transfer.curve_peers",
+            got=peer,
+            choices=list(choices),
+            remedy="name one of the choices: connect(addresses, peer=...)" if choices else "configure CURVE keys",
+        )
+    return keys_of(config, [peer])

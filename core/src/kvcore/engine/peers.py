@@ -9,7 +9,7 @@ from typing import Any, Self
 from kvcore.config import TransferConfig
 from kvcore.contract import DONE, Fence
 from kvcore.engine.handover import EarlyLayers, Finished, Held
-from kvcore.engine.links import Registered, keys_of
+from kvcore.engine.links import Registered, keys_of, keys_to
 from kvcore.engine.sides import Side, arrays_of, forget, options_of
 from kvcore.engine.turns import Turns, in_turn
 from kvcore.errors import EmptyPromptError, RequestError, TransferError
@@ -270,11 +270,13 @@ class ReceiveSide(Side[ReceiveEvent]):
         store: Store,
         before_admit: Callable[[], None] = lambda: None,
         *,
+        peer: str | None = None,
         turns: Turns | None = None,
         on_close: Callable[[Side[Any]], None] = forget,
     ) -> Self:
         """Connect to every rank of the sender and shake hands.
 
+        ``peer`` is the sender's certificate among ``transfer.curve_peers``, see :func:`kvcore.engine.links.keys_to`.
         ``before_admit`` is called before units are allocated for a request: to give back those whose copies have ended.
         ``on_close`` is called with the side once it is closed.
         """
@@ -283,7 +285,7 @@ class ReceiveSide(Side[ReceiveEvent]):
             manifest,
             link.transport,
             options=options_of(config),
-            keys=keys_of(config),
+            keys=keys_to(config, peer),
             checksums=ReceiverChecksums(manifest, arrays_of(store)) if config.checksum != "none" else None,
         )
         return cls(endpoint, manager, store, before_admit, turns=turns, on_close=on_close)

@@ -1,1 +1,1 @@
-"""``kvcore plugins``, ``explain``, ``check`` and ``layout``."""
+"""``kvcore plugins``, ``explain``, ``check``, ``keys`` and ``layout``."""

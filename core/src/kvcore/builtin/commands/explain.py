@@ -25,6 +25,7 @@ from kvcore.builtin.commands.geometry import (
     attention_group,
     sampled,
 )
+from kvcore.builtin.commands.keys import keys
 from kvcore.builtin.commands.layout import layout
 from kvcore.config import Config, load_config, parse_settings
 from kvcore.contract import Command
@@ -149,5 +150,6 @@ COMMANDS: tuple[Command, ...] = (
     Command("plugins", "Show installed plugins, what they provide, and what is wrong with them.", plugins),
     Command("explain", "Show the kernel chosen for each op and why others were refused.", explain),
     Command("check", "Run the conformance kit on everything a plugin registers.", check),
+    Command("keys", "Make a pair of keys that says who may connect to whom.", keys),
     Command("layout", "Draw the byte map of a unit of a format, or what differs between two.", layout),
 )

@@ -19,6 +19,7 @@ from kvcore.transfer.session.base import Peer, ReceiveEvent, ReceiveFailed, Send
 from kvcore.transfer.session.checksums import Checks, SenderChecksums
 from kvcore.transfer.session.joined import JoinedReceiver, name
 from kvcore.transfer.session.sender import SenderSession
+from kvcore.transfer.wire.access import KeyList
 from kvcore.transfer.wire.loop import CurveKeys, Endpoint, EndpointStats, drain, drain_frames
 from kvcore.transfer.wire.strangers import Strangers
 
@@ -40,7 +41,7 @@ class SenderEndpoint(Endpoint[SendEvent]):
         manifest: of this process; its ``endpoint`` is what the transport returned for the served arenas.
         bind: ZeroMQ address; ``tcp://127.0.0.1:*`` takes a free port.
         options: times of the protocol.
-        keys: CURVE keys, or None for a plain connection.
+        keys: CURVE keys, with those of all who may connect, or None for a plain connection.
         checksums: answers those who ask for checksums; needed where the manifest says so.
 
     Attributes:
@@ -63,13 +64,16 @@ class SenderEndpoint(Endpoint[SendEvent]):
         with self._or_release("cannot bind the control address", bind):
             self._router = self._socket(zmq.ROUTER, keys)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer whose connection is cut says so
-            if keys is not None:
-                self._router.curve_server = True
+            self._key_list = None if keys is None else KeyList(self._context, keys.peers)
+            if self._key_list is not None:
+                self._key_list.guard(self._router)
             self._strangers = Strangers(self._router, self._sender.options.hello_timeout_s)
             self._router.bind(bind)
         self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._strangers.monitor, zmq.POLLIN)
+        if self._key_list is not None:
+            self._poller.register(self._key_list.socket, zmq.POLLIN)
         self._thread.start()
 
     def begin(self, request: str, num_tokens: int) -> None:
@@ -120,6 +124,8 @@ class SenderEndpoint(Endpoint[SendEvent]):
         return
 
     def _turn(self) -> None:
+        if self._key_list is not None:
+            self._key_list.turn()
         for routing, *frames in drain_frames(self._router):
             peer = routing.bytes
             self._receive(frames[0].bytes if len(frames) == 1 else b"", peer)
@@ -173,7 +179,7 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
         transport: opens the connections to the sender's memory; it must have registered the local arenas. It is not
             closed here.
         options: times of the protocol.
-        keys: CURVE keys with the sender's ``server_key``, or None.
+        keys: CURVE keys whose one peer is the sender, or None.
         checksums: see :class:`kvcore.transfer.session.receiver.ReceiverSession`.
 
     Raises HandshakeError (no answer, or peers that cannot exchange data: field and both values), PeerLostError.
@@ -189,8 +195,8 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
         keys: CurveKeys | None = None,
         checksums: Checks | None = None,
     ) -> None:
-        if keys is not None and not keys.server_key:
-            raise ConfigError("a receiver with CURVE keys needs the sender's public key", key="server_key")
+        if keys is not None and len(keys.peers) != 1:
+            raise ConfigError("a receiver needs the one CURVE key of its sender", key="peers", got=len(keys.peers))
         self.addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
         if not self.addresses:
             raise ConfigError("a receiver needs the address of its sender")
@@ -209,7 +215,7 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
                 dealer = self._socket(zmq.DEALER, keys)
                 dealer.setsockopt(zmq.ROUTING_ID, manifest.instance.encode())
                 if keys is not None:
-                    dealer.curve_serverkey = keys.server_key
+                    dealer.curve_serverkey = keys.peers[0]
                 self._wires[name(number)] = _Wire(name(number), address, dealer)
         for wire in self._wires.values():
             self._poller.register(wire.dealer, zmq.POLLIN)
@@ -290,7 +296,7 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
                 self._receiver.refused(
                     wire.peer,
                     HandshakeError("the sender refused the connection", address=wire.address,
-                                   remedy="check the CURVE keys of both sides")
+                                   remedy="check the CURVE keys of both sides: each lists the other's")
                 )  # fmt: skip
             elif self._receiver.connected:
                 # Messages may have been lost with it, so it is never silently taken up again.

@@ -33,22 +33,32 @@ _log = get_logger("kvcore.transfer.wire")
 _LINGER_MS = 500
 
 
+def _named(name: str, keys: tuple[bytes, ...]) -> list[tuple[str, bytes]]:
+    return [(f"{name}[{number}]", key) for number, key in enumerate(keys)]
+
+
 @dataclass(frozen=True)
 class CurveKeys:
-    """CURVE keys (z85 text, see ``zmq.curve_keypair``): the traffic is encrypted and the sender authenticated.
+    """CURVE keys (z85 text, see ``zmq.curve_keypair``): the traffic is encrypted and both ends are authenticated.
 
     Attributes:
         public_key, secret_key: this process's own pair.
-        server_key: public key of the sender; only a receiver needs it.
+        peers: public keys of those who may connect; of a receiver, the one key of its sender.
     """
 
     public_key: bytes
     secret_key: bytes
-    server_key: bytes = b""
+    peers: tuple[bytes, ...]
 
     def __post_init__(self) -> None:
-        for name, key in vars(self).items():
-            if len(key) != 40 and (key or name != "server_key"):
+        if not self.peers:
+            raise ConfigError("CURVE needs the public keys of those who may connect", key="peers")
+        for name, key in (
+            ("public_key", self.public_key),
+            ("secret_key", self.secret_key),
+            *_named("peers", self.peers),
+        ):
+            if len(key) != 40:
                 raise ConfigError("a CURVE key is 40 characters of z85", key=name, got_length=len(key))
 
 
