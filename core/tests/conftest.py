@@ -51,6 +51,12 @@ def kit() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def hostile() -> ModuleType:
+    """What a peer may send that means no good."""
+    return _load("hostile")
+
+
+@pytest.fixture(scope="session")
 def ranks() -> ModuleType:
     """Senders and receivers of several ranks, in one thread."""
     return _load("rank_kit")
