@@ -31,9 +31,11 @@ ORDER = """
     transfer transfer.copier
     transfer.messages transfer.messages.control transfer.messages.manifest
     transfer.session transfer.session.base transfer.session.sources transfer.session.plan transfer.session.checksums
-    transfer.session.outgoing transfer.session.handshake transfer.session.waiting transfer.session.sender
+    transfer.session.outgoing transfer.session.handshake
+    transfer.session.waiting transfer.session.greeting transfer.session.sender
     transfer.session.incoming transfer.session.receiver transfer.session.joined
-    transfer.wire transfer.wire.loop transfer.wire.access transfer.wire.strangers transfer.wire.endpoint
+    transfer.wire transfer.wire.awake transfer.wire.worker transfer.wire.loop transfer.wire.access
+    transfer.wire.strangers transfer.wire.endpoint
     transfer.flat transfer.flat.staging transfer.flat.batches transfer.flat.reads
     transfer.shm transfer.shm.windows transfer.shm.memfd transfer.shm.stage_wire transfer.shm.stage_server
     transfer.shm.stage_channel transfer.shm.stage_reader transfer.shm.server transfer.shm.transport

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvcore.errors import ConfigError, KVCoreError, PeerLostError, ProtocolError, TransferError
+from kvcore.log import get_logger, plain_trace
 from kvcore.transfer.messages.control import AnyMessage, Bye
+
+_log = get_logger("kvcore.transfer")
 
 
 @dataclass(frozen=True)
@@ -137,13 +141,35 @@ Peer = bytes
 
 EventT = TypeVar("EventT")
 
+Work = Callable[[], Any]
+"""What takes long: it reads what it was made with, and changes nothing of a session."""
+
+Then = Callable[["Future[Any]"], None]
+"""What a session does with what came of it."""
+
+
+def settled(work: Work) -> Future[Any]:
+    """Run work now; the future has what came of it."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:  # noqa: BLE001 -- raised again where the result is asked for
+        future.set_exception(error)
+    return future
+
 
 class Session(Generic[EventT]):
-    """A pure state machine: messages, calls and time in; messages and events out. Not thread-safe, never blocks."""
+    """A pure state machine: messages, calls and time in; messages and events out. Not thread-safe, never blocks.
+
+    Attributes:
+        defer: runs what takes long; at once unless whoever serves the session has a thread for it, and then in the order
+            in which it came.
+    """
 
     def __init__(self, instance: str, clock: Clock, options: TransferOptions) -> None:
         self.instance = instance
         self.options = options
+        self.defer: Callable[[Work, Then], None] = lambda work, then: then(settled(work))
         self._clock = clock
         self._outbox: deque[tuple[Peer, AnyMessage]] = deque()
         self._events: deque[EventT] = deque()
@@ -153,6 +179,10 @@ class Session(Generic[EventT]):
         taken = list(self._outbox)
         self._outbox.clear()
         return taken
+
+    def resume(self, then: Then, outcome: Future[Any]) -> None:
+        """Go on with what came of deferred work."""
+        then(outcome)
 
     def events(self) -> list[EventT]:
         """Take the events that have happened, in order."""
@@ -165,6 +195,14 @@ def add_bytes(total: dict[str, int], more: dict[str, int]) -> None:
     """Add byte counts by component into ``total``."""
     for component, count in more.items():
         total[component] = total.get(component, 0) + count
+
+
+def mistaken(cause: BaseException | None) -> TransferError:
+    """Why deferred work for a peer came to nothing; whatever the cause, it ends what the peer wanted and no more."""
+    if isinstance(cause, TransferError):
+        return cause
+    _log.error("a peer's message could not be worked on", trace=plain_trace(cause) if cause else "")
+    return ProtocolError("message could not be handled", cause=type(cause).__name__)
 
 
 def left(message: Bye, instance: str) -> TransferError:

@@ -52,6 +52,14 @@ def same_rank(states: Iterable[PeerState], remote: Manifest) -> PeerState | None
     return None
 
 
+def no_answer(hello_timeout_s: float) -> HandshakeError:
+    """Why a receiver gives up that was never welcomed nor refused."""
+    return HandshakeError(
+        "no answer to the hello", hello_timeout_s=hello_timeout_s,
+        remedy="check the address, the CURVE keys, and that the sender runs",
+    )  # fmt: skip
+
+
 def refusal(error: KVCoreError) -> HandshakeError:
     """What a peer said when it refused the hello, as a handshake's error."""
     if isinstance(error, HandshakeError):

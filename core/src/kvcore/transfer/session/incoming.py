@@ -9,7 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.contract import ReadHandle, ReadJob
-from kvcore.errors import KVCoreError, LayoutError, ProtocolError, RequestError, TransferError
+from kvcore.errors import (
+    KVCoreError,
+    LayoutError,
+    PeerLostError,
+    ProtocolError,
+    RequestError,
+    TransferError,
+    TransferExpiredError,
+)
 from kvcore.layout import Int64Array
 from kvcore.requests.payload import Payload
 from kvcore.transfer.messages import control
@@ -51,6 +59,7 @@ class Incoming:
     Attributes:
         missing: by ``(group, range, component)``, which units of which layers have still to be offered.
         units, landed: what was read so far, where checksums are configured (see :class:`Pull`).
+        checking: what arrived is held against the checksums of the commit.
         commit: the sender's; accepted once every rank of the sender has committed.
     """
 
@@ -69,6 +78,7 @@ class Incoming:
     landed: list[Payload] = field(default_factory=list)
     asked_commit_at: float | None = None
     commit: control.Commit | None = None
+    checking: bool = False
     error: KVCoreError | None = None
     failed_at: float = 0.0
 
@@ -76,6 +86,14 @@ class Incoming:
     def nothing(self) -> bool:
         """Nothing is read from this rank of the sender."""
         return self.start == self.stop
+
+    def moves(self, since: float) -> bool:
+        """Whether every read under way was started after ``since``."""
+        return all(read.started_at > since for read in self.reads)
+
+    def renewal(self) -> control.Renewal:
+        """What a heartbeat says of it."""
+        return control.Renewal(self.request, self.attempt)
 
     def ask(self, address: Mapping[str, str], *, layerwise: bool) -> control.Ask:
         """The message that asks for it."""
@@ -130,6 +148,28 @@ class Orphans:
         ended = [record for record, reads in self._waiting if not reads]
         self._waiting = [item for item in self._waiting if item[1]]
         return ended
+
+
+def not_connected(to: str, request: str, failure: TransferError | None) -> PeerLostError:
+    """Why nothing can be asked for."""
+    cause = str(failure or "no hello yet")
+    return PeerLostError(f"not connected to {to}", request=request, cause=cause, remedy="connect again")
+
+
+def not_held(request: str) -> TransferExpiredError:
+    """Why an attempt is over that the sender does not know any more."""
+    return TransferExpiredError("the sender no longer holds the request", request=request)
+
+
+def not_quiet(quiesce_s: float) -> TransferError:
+    """Why a conversation ends whose reads do not."""
+    return TransferError("the transport cannot say that its reads have ended; it is retired", quiesce_s=quiesce_s)
+
+
+def check_span(request: str, start: int, stop: int) -> None:
+    """Raise RequestError for what is no token range."""
+    if not 0 <= start <= stop:
+        raise RequestError("not a token range", request=request, start=start, stop=stop)
 
 
 def check_tables(

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvcore.contract import PeerConnection, TransportTraits
 from kvcore.errors import (
@@ -37,10 +39,12 @@ from kvcore.transfer.session.base import (
     ReceiveProgress,
     ReceiveQuiet,
     Session,
+    Then,
     TransferOptions,
     add_bytes,
 )
 from kvcore.transfer.session.checksums import Checks
+from kvcore.transfer.session.incoming import not_connected
 from kvcore.transfer.session.plan import PeerPlan, plan_peers
 from kvcore.transfer.session.receiver import ReceiverSession
 
@@ -99,6 +103,8 @@ class JoinedReceiver(Session[ReceiveEvent]):
             ReceiverSession(manifest, connect, clock=clock, options=self.options, checksums=checksums)
             for connect in connects
         ]
+        for link in self.links:
+            link.defer = lambda work, then: self.defer(work, then)
         self.failure: TransferError | None = None
         self._traits = traits or TransportTraits(executes_programs=True)
         self._attempts = 0
@@ -127,10 +133,7 @@ class JoinedReceiver(Session[ReceiveEvent]):
         if request in self._joints:
             raise DuplicateRequestError("request is being received already", request=request)
         if not self.connected:
-            raise PeerLostError(
-                "not connected to every rank of the sender", request=request,
-                cause=str(self.failure or "no hello yet"), remedy="connect again",
-            )  # fmt: skip
+            raise not_connected("every rank of the sender", request, self.failure)
         parts = [{key: tables[key] for key, _ in plan.ranges() if key in tables} for plan in self.plans]
         ranges = {(group, item.name) for group, layout in self.manifest.layouts.items() for item in layout.ranges}
         if not set(tables) <= ranges:
@@ -226,6 +229,11 @@ class JoinedReceiver(Session[ReceiveEvent]):
         """Report every request whose reads are still not terminal as failed and not quiet."""
         for link in self.links:
             link.give_up_reads()
+        self._join()
+
+    def resume(self, then: Then, outcome: Future[Any]) -> None:
+        """Go on at the link that deferred the work."""
+        then(outcome)
         self._join()
 
     def outbox(self) -> list[tuple[Peer, control.AnyMessage]]:

@@ -94,6 +94,7 @@ class Reader:
         pulled: which of them it has reported.
         nbytes: what it has reported, by component.
         early: of that, what was reported before the last chunk started.
+        checking: checksums of what it has read are being taken.
         reported, acked: it has said that it has everything; it has accepted the commit.
         checksums: of what it has read, by component, where configured.
     """
@@ -106,6 +107,7 @@ class Reader:
     pulled: set[int] = field(default_factory=set)
     nbytes: dict[str, int] = field(default_factory=dict)
     early: int | None = None
+    checking: bool = False
     reported: bool = False
     acked: bool = False
     checksums: dict[str, int] = field(default_factory=dict)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 
 from kvcore.contract import PeerConnection
 from kvcore.errors import (
@@ -17,10 +19,8 @@ from kvcore.errors import (
     KVCoreError,
     PeerLostError,
     ProtocolError,
-    RequestError,
     TransferAbortedError,
     TransferError,
-    TransferExpiredError,
     UnknownRequestError,
 )
 from kvcore.layout import Int64Array
@@ -38,9 +38,10 @@ from kvcore.transfer.session.base import (
     TransferOptions,
     add_bytes,
     left,
+    mistaken,
 )
 from kvcore.transfer.session.checksums import Checks, pack_sources
-from kvcore.transfer.session.handshake import refusal, remote_manifest
+from kvcore.transfer.session.handshake import no_answer, refusal, remote_manifest
 from kvcore.transfer.session.incoming import (
     Incoming,
     Orphans,
@@ -48,7 +49,11 @@ from kvcore.transfer.session.incoming import (
     check_commit,
     check_complete,
     check_offer,
+    check_span,
     check_tables,
+    not_connected,
+    not_held,
+    not_quiet,
     pull_of,
 )
 from kvcore.transfer.session.plan import PeerPlan
@@ -147,14 +152,10 @@ class ReceiverSession(Session[ReceiveEvent]):
         """
         control.check_request_id(request)
         if self.plan is None or self.failure is not None:
-            raise PeerLostError(
-                "not connected to a sender", request=request, cause=str(self.failure or "no hello yet"),
-                remedy="connect again",
-            )  # fmt: skip
+            raise not_connected("a sender", request, self.failure)
         if request in self._requests:
             raise DuplicateRequestError("request is being received already", request=request)
-        if not 0 <= start <= stop:
-            raise RequestError("not a token range", request=request, start=start, stop=stop)
+        check_span(request, start, stop)
         taken, missing = check_tables(self.plan, request, tables, complete=start < stop)
         self._attempts += 1
         record = self._requests[request] = Incoming(request, self._attempts, start, stop, taken, missing)
@@ -178,10 +179,9 @@ class ReceiverSession(Session[ReceiveEvent]):
 
     def fail(self, request: str, error: KVCoreError) -> None:
         """:meth:`abort` for a reason that has a type of its own."""
-        record = self._requests.get(request)
-        if record is None:
+        if request not in self._requests:
             raise UnknownRequestError("request is not being received", request=request)
-        self._fail(record, error)
+        self._fail(self._requests[request], error)
 
     def has(self, request: str) -> bool:
         """Whether a request is asked for and not over."""
@@ -256,10 +256,7 @@ class ReceiverSession(Session[ReceiveEvent]):
             elif self.remote is not None and now - self._heard_at > options.peer_timeout_s:
                 self.lost(f"silent for {options.peer_timeout_s} s")
             elif self.remote is None and now - self._heard_at > options.hello_timeout_s:
-                self._end(
-                    HandshakeError("no answer to the hello", hello_timeout_s=options.hello_timeout_s,
-                                   remedy="check the address, the CURVE keys, and that the sender runs")
-                )  # fmt: skip
+                self._end(no_answer(options.hello_timeout_s))
             elif self.remote is not None and now - self._sent_at >= options.heartbeat_s:
                 self._heartbeat(now)
         for record in list(self._requests.values()):
@@ -294,28 +291,22 @@ class ReceiverSession(Session[ReceiveEvent]):
         self._outbox.append((SENDER, message))
 
     def _heartbeat(self, now: float) -> None:
-        renew = []
-        for record in self._requests.values():
-            if record.error is not None:
-                continue
+        live = [record for record in self._requests.values() if record.error is None]
+        for record in live:
             if record.asked_commit_at is not None and record.commit is None:
                 self._ask_commit(record)
-            if all(now - read.started_at < self.options.read_timeout_s for read in record.reads):
-                renew.append(control.Renewal(record.request, record.attempt))
-        self._post(control.Heartbeat(**self._address(), renew=tuple(renew)))
+        moving = tuple(item.renewal() for item in live if item.moves(now - self.options.read_timeout_s))
+        self._post(control.Heartbeat(**self._address(), renew=moving))
 
     def _welcome(self, message: control.Welcome) -> None:
         if self.remote is not None:
             return
-        try:
-            remote = remote_manifest(self.manifest, message)
-        except KVCoreError as error:
-            self._sender = message.src
-            self._end(error, tell=True)
-            return
         self._sender = message.src
         self._heard_at = self._clock()
-        self.remote = remote
+        try:
+            self.remote = remote_manifest(self.manifest, message)
+        except KVCoreError as error:
+            self._end(error, tell=True)
 
     def _about(
         self, record: Incoming, message: control.Offer | control.Commit | control.Expired | control.Abort
@@ -327,8 +318,7 @@ class ReceiverSession(Session[ReceiveEvent]):
                 case control.Commit():
                     self._committed(record, message)
                 case control.Expired():
-                    gone = TransferExpiredError("the sender no longer holds the request", request=record.request)
-                    self._fail(record, gone, tell=False)
+                    self._fail(record, not_held(record.request), tell=False)
                 case control.Abort():
                     self._fail(record, message.error.unpack(), tell=False)
         except TransferError as error:
@@ -367,8 +357,7 @@ class ReceiverSession(Session[ReceiveEvent]):
                     self._settle(record)
                 else:
                     self._maybe_ask_commit(record)
-        for record in self._orphans.quiet():
-            self._events.append(ReceiveQuiet(record.request, record.attempt))
+        self._events.extend(ReceiveQuiet(record.request, record.attempt) for record in self._orphans.quiet())
 
     def _poll_read(self, record: Incoming, read: Read) -> None:
         try:
@@ -381,9 +370,8 @@ class ReceiverSession(Session[ReceiveEvent]):
         record.reads.remove(read)
         self.bytes_read += sum(read.nbytes.values())
         self.copy_seconds += read.handle.seconds
-        if record.error is not None:
-            return
-        self._landed(record, read.offer, read.nbytes)
+        if record.error is None:
+            self._landed(record, read.offer, read.nbytes)
 
     def _maybe_ask_commit(self, record: Incoming) -> None:
         if not record.complete or record.reads or record.asked_commit_at is not None:
@@ -401,12 +389,26 @@ class ReceiverSession(Session[ReceiveEvent]):
         self._post(record.pulled_all(self._address()))
 
     def _committed(self, record: Incoming, commit: control.Commit) -> None:
-        if record.commit is not None:
+        if record.commit is not None or record.checking:
             return  # the answer to a report that was repeated
         check_commit(record, commit)
-        if self._checksums is not None:
-            assert self.plan is not None
-            self._checksums.check(self.plan, record.landed, commit.checksums, record.request)
+        if self._checksums is None:
+            self._valid(record, commit)
+            return
+        assert self.plan is not None
+        record.checking = True
+        work = partial(self._checksums.check, self.plan, record.landed, commit.checksums, record.request)
+        self.defer(work, partial(self._checked, record, commit))
+
+    def _checked(self, record: Incoming, commit: control.Commit, outcome: Future[None]) -> None:
+        """What arrived was held against the checksums, of a request that may be over by now."""
+        error, record.checking = outcome.exception(), False
+        if error is not None:
+            self._fail(record, mistaken(error))
+        elif record.error is None:
+            self._valid(record, commit)
+
+    def _valid(self, record: Incoming, commit: control.Commit) -> None:
         record.commit = commit
         self._events.append(record.done(commit))
 
@@ -428,8 +430,7 @@ class ReceiverSession(Session[ReceiveEvent]):
         elif self._clock() - record.failed_at >= self.options.quiesce_s:
             self._report(record, quiet=False)
             if self.failure is None:
-                never = "the transport cannot say that its reads have ended; it is retired"
-                self._end(TransferError(never, quiesce_s=self.options.quiesce_s), tell=True)
+                self._end(not_quiet(self.options.quiesce_s), tell=True)
 
     def _report(self, record: Incoming, *, quiet: bool) -> None:
         assert record.error is not None

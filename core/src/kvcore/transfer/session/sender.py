@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 
 from kvcore.errors import (
     DuplicateRequestError,
@@ -29,15 +31,14 @@ from kvcore.transfer.session.base import (
     Clock,
     Peer,
     SendDone,
-    SendEvent,
     SendFailed,
-    Session,
     TransferOptions,
     add_bytes,
     left,
+    mistaken,
 )
 from kvcore.transfer.session.checksums import SenderChecksums
-from kvcore.transfer.session.handshake import remote_manifest, same_rank
+from kvcore.transfer.session.greeting import Greeter
 from kvcore.transfer.session.outgoing import (
     Ask,
     Asker,
@@ -59,7 +60,7 @@ from kvcore.transfer.session.waiting import Waiting
 _log = get_logger("kvcore.transfer.sender")
 
 
-class SenderSession(Session[SendEvent]):
+class SenderSession(Greeter):
     """Offers the units of finished chunks to the receivers that ask for them."""
 
     def __init__(
@@ -70,11 +71,7 @@ class SenderSession(Session[SendEvent]):
         options: TransferOptions | None = None,
         checksums: SenderChecksums | None = None,
     ) -> None:
-        super().__init__(manifest.instance, clock, options or TransferOptions())
-        self.manifest = manifest
-        self.checksums = checksums
-        self._manifest_bytes = manifest.encode()
-        self._peers: dict[Peer, PeerState] = {}
+        super().__init__(manifest, clock, options or TransferOptions(), checksums)
         self._requests: dict[str, Outgoing] = {}
         self._waiting = Waiting()
 
@@ -151,10 +148,6 @@ class SenderSession(Session[SendEvent]):
     def held_units(self) -> int:
         """Units offered and not released yet, over all requests (each range counted once per component set)."""
         return sum(p.num_units for r in self._requests.values() for offer in r.offers for p in offer.payloads)
-
-    def peers(self) -> dict[Peer, str]:
-        """Instance ids of the receivers that have said hello."""
-        return {peer: state.instance for peer, state in self._peers.items()}
 
     # --- the wire ---
 
@@ -289,7 +282,7 @@ class SenderSession(Session[SendEvent]):
         """A receiver is gone: its requests fail, for the other ranks of its engine too."""
         state = self._peers.pop(peer, None)
         if self.checksums is not None:
-            self.checksums.forget(peer)
+            self.defer(partial(self.checksums.forget, peer), lambda _: None)
         for request, ask in self._waiting.asked_by(peer):
             self._unask(request, ask, error, culprit=peer)
         for record in list(self._requests.values()):
@@ -297,32 +290,6 @@ class SenderSession(Session[SendEvent]):
             waits = state is not None and record.engine == state.engine and not record.everyone_asked
             if (reader is not None and not reader.acked) or (reader is None and waits):
                 self._fail(record, error, culprit=peer)
-
-    def _hello(self, peer: Peer, message: control.Hello) -> None:
-        if peer in self._peers:
-            self._drop(peer, PeerLostError("the receiver was restarted", got=message.src))
-        address = {"src": self.instance, "dst": message.src}
-        try:
-            remote = remote_manifest(self.manifest, message)
-            before = same_rank(self._peers.values(), remote)
-        except TransferError as error:
-            _log.warning("hello refused", peer=peer.hex(), error=error.as_dict())
-            self._post(peer, control.Refused(**address, error=control.WireError.of(error)))
-            return
-        for old in [old for old, state in self._peers.items() if state is before]:
-            self._drop(old, PeerLostError("the receiver was restarted", got=remote.instance))
-        now = self._clock()
-        self._peers[peer] = PeerState(remote, heard_at=now, sent_at=now)
-        self._post(peer, control.Welcome(**address, protocol=self.manifest.protocol, manifest=self._manifest_bytes))
-
-    def _taken(self, peer: Peer, message: control.Taken) -> None:
-        if self.checksums is None:
-            self.broken(peer, ProtocolError("checksums are not configured", type="taken"))
-            return
-        try:
-            self.checksums.expect(peer, self._peers[peer].manifest, message)
-        except TransferError as error:
-            self.broken(peer, ProtocolError(error.message, **error.fields))
 
     def _ask(self, peer: Peer, state: PeerState, message: control.Ask) -> None:
         asker = Asker(peer, message.attempt)
@@ -395,15 +362,38 @@ class SenderSession(Session[SendEvent]):
             self._tell(message.request, Asker(peer, message.attempt), error)
             return
         record, reader = held
+        self._renew_lease(reader)
+        if reader.checking:
+            return  # said again
         try:
             check_pulled_all(record, reader, message)
             if self.checksums is not None and not reader.reported:
                 check_units(record, reader, message.units)
-                reader.checksums = self.checksums.of(peer, message.units)
+                reader.checking = True
         except TransferError as error:
             self._fail(record, error)
             return
+        if reader.checking:
+            assert self.checksums is not None
+            work = partial(self.checksums.of, peer, message.units)
+            self.defer(work, partial(self._summed, peer, record, reader))
+        else:
+            self._reported(record, reader)
+
+    def _summed(self, peer: Peer, record: Outgoing, reader: Reader, sums: Future[dict[str, int]]) -> None:
+        """Checksums are taken, for a request that may be over by now."""
+        if self._requests.get(record.request) is not record or record.readers.get(peer) is not reader:
+            return
+        reader.checking = False
+        error = sums.exception()
+        if error is not None:
+            self._fail(record, mistaken(error))
+            return
+        reader.checksums = sums.result()
         self._renew_lease(reader)
+        self._reported(record, reader)
+
+    def _reported(self, record: Outgoing, reader: Reader) -> None:
         reader.reported = True
         if record.committed:
             self._commit(record, reader)  # the answer has not arrived yet

@@ -20,7 +20,7 @@ from kvcore.transfer.session.checksums import Checks, SenderChecksums
 from kvcore.transfer.session.joined import JoinedReceiver, name
 from kvcore.transfer.session.sender import SenderSession
 from kvcore.transfer.wire.access import KeyList
-from kvcore.transfer.wire.loop import CurveKeys, Endpoint, EndpointStats, drain, drain_frames
+from kvcore.transfer.wire.loop import CurveKeys, Endpoint, EndpointStats, awake_clock, drain, drain_frames
 from kvcore.transfer.wire.strangers import Strangers
 
 _log = get_logger("kvcore.transfer.wire")
@@ -59,8 +59,9 @@ class SenderEndpoint(Endpoint[SendEvent]):
         keys: CurveKeys | None = None,
         checksums: SenderChecksums | None = None,
     ) -> None:
-        self._sender = SenderSession(manifest, clock=time.monotonic, options=options, checksums=checksums)
-        super().__init__(self._sender, "kvcore-sender")
+        awake = awake_clock(options)
+        self._sender = SenderSession(manifest, clock=awake, options=options, checksums=checksums)
+        super().__init__(self._sender, "kvcore-sender", awake)
         with self._or_release("cannot bind the control address", bind):
             self._router = self._socket(zmq.ROUTER, keys)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer whose connection is cut says so
@@ -200,15 +201,16 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
         self.addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
         if not self.addresses:
             raise ConfigError("a receiver needs the address of its sender")
+        awake = awake_clock(options)
         self._receiver = JoinedReceiver(
             manifest,
             [transport.connect] * len(self.addresses),
-            clock=time.monotonic,
+            clock=awake,
             options=options,
             checksums=checksums,
             traits=transport.traits,
         )
-        super().__init__(self._receiver, "kvcore-receiver")
+        super().__init__(self._receiver, "kvcore-receiver", awake)
         self._wires: dict[Peer, _Wire] = {}
         for number, address in enumerate(self.addresses):
             with self._or_release("cannot connect to the control address", address):

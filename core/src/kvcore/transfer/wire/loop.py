@@ -22,11 +22,9 @@ import zmq
 from kvcore.errors import ConfigError, ProtocolError, TransferError
 from kvcore.log import get_logger, plain_trace
 from kvcore.transfer.messages import control
-from kvcore.transfer.session.base import (
-    EventT,
-    Peer,
-    Session,
-)
+from kvcore.transfer.session.base import EventT, Peer, Session, TransferOptions
+from kvcore.transfer.wire.awake import AwakeClock
+from kvcore.transfer.wire.worker import Worker
 
 _log = get_logger("kvcore.transfer.wire")
 
@@ -35,6 +33,11 @@ _LINGER_MS = 500
 
 def _named(name: str, keys: tuple[bytes, ...]) -> list[tuple[str, bytes]]:
     return [(f"{name}[{number}]", key) for number, key in enumerate(keys)]
+
+
+def awake_clock(options: TransferOptions | None) -> AwakeClock:
+    """The clock of an endpoint's session: a turn that takes longer than two waits is a stall of this process."""
+    return AwakeClock((options or TransferOptions()).heartbeat_s / 2)
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,10 @@ def drain_frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
 class Endpoint(Generic[EventT]):
     """The I/O thread and everything it owns."""
 
-    def __init__(self, session: Session[EventT], name: str) -> None:
+    def __init__(self, session: Session[EventT], name: str, awake: AwakeClock) -> None:
         self._session = session
         self._name = name
+        self._awake = awake
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._queue: deque[EventT] = deque()
@@ -111,6 +115,8 @@ class Endpoint(Generic[EventT]):
         self._stopping = False
         self._stopped = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._worker = Worker(f"{name}-work", self._wake)
+        session.defer = self._worker.defer
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -219,6 +225,11 @@ class Endpoint(Generic[EventT]):
                     if ready.pop(self._wake_fd, None):
                         with contextlib.suppress(BlockingIOError):
                             os.eventfd_read(self._wake_fd)
+                    stalled = self._awake.turn()
+                    if stalled > self._session.options.peer_timeout_s / 2:
+                        _log.warning("was away: nothing that is due counts by it", endpoint=self._name, seconds=stalled)
+                    for outcome, then in self._worker.ended():
+                        self._session.resume(then, outcome)
                     self._turn()
                     self._send_all()
                     self._take_events()
@@ -234,6 +245,7 @@ class Endpoint(Generic[EventT]):
             # Only now: whoever renders the line may take its time.
             _log.error("I/O thread failed", endpoint=self._name, trace=plain_trace(error))
         finally:
+            self._worker.close()
             self._release()
             self._context.destroy(linger=_LINGER_MS)
             with self._lock:

@@ -36,19 +36,27 @@ class Strangers:
         self.monitor = listener.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._addresses: dict[int, object] = {}
         self._since: dict[int, float] = {}  # oldest first
+        self._spoke: dict[int, Peer] = {}
         self._welcome: dict[int, Peer] = {}
 
     def heard(self, fd: int, peer: Peer, peers: Collection[Peer]) -> None:
         """A message of ``peer`` came over a connection; ``peers`` are those in a conversation."""
         if fd not in self._addresses:
             self._watch()  # it was accepted before it could say anything
-        if fd in self._since and peer in peers:
-            del self._since[fd]
-            self._welcome[fd] = peer
+        if fd in self._since:
+            self._spoke[fd] = peer
+            self._let_in(peers)
+
+    def _let_in(self, peers: Collection[Peer]) -> None:
+        """Who has spoken may be welcomed later: its hello takes long to read."""
+        for fd in [fd for fd, peer in self._spoke.items() if peer in peers]:
+            self._welcome[fd] = self._spoke.pop(fd)
+            self._since.pop(fd, None)
 
     def turn(self, peers: Collection[Peer]) -> None:
         """Take note of who came and went, and close who has had time enough."""
         self._watch()
+        self._let_in(peers)
         now = time.monotonic()
         for fd in [fd for fd, peer in self._welcome.items() if peer not in peers]:
             del self._welcome[fd]
@@ -76,7 +84,7 @@ class Strangers:
         self.monitor.close()
 
     def _forget(self, fd: int) -> None:
-        for known in (self._addresses, self._since, self._welcome):
+        for known in (self._addresses, self._since, self._spoke, self._welcome):
             known.pop(fd, None)
 
     def _shut(self, fd: int) -> None:

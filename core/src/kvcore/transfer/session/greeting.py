@@ -1,0 +1,86 @@
+"""How a sender gets to know who wants something of it: hellos, and what checksums are taken of (no I/O)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from concurrent.futures import Future
+from functools import partial
+
+from kvcore.errors import KVCoreError, PeerLostError, ProtocolError, TransferError
+from kvcore.log import get_logger
+from kvcore.transfer.messages import control
+from kvcore.transfer.messages.manifest import Manifest
+from kvcore.transfer.session.base import Clock, Peer, SendEvent, Session, TransferOptions, mistaken
+from kvcore.transfer.session.checksums import SenderChecksums
+from kvcore.transfer.session.handshake import remote_manifest, same_rank
+from kvcore.transfer.session.outgoing import PeerState
+
+_log = get_logger("kvcore.transfer.sender")
+
+
+class Greeter(Session[SendEvent]):
+    """The receivers of a sender. What takes long of a hello is deferred, one hello of a peer at a time."""
+
+    def __init__(
+        self, manifest: Manifest, clock: Clock, options: TransferOptions, checksums: SenderChecksums | None
+    ) -> None:
+        super().__init__(manifest.instance, clock, options)
+        self.manifest = manifest
+        self.checksums = checksums
+        self._manifest_bytes = manifest.encode()
+        self._peers: dict[Peer, PeerState] = {}
+        self._greeted: set[Peer] = set()
+
+    @abstractmethod
+    def broken(self, peer: Peer, error: ProtocolError) -> None:
+        """Handle what is no message."""
+
+    @abstractmethod
+    def _post(self, peer: Peer, message: control.AnyMessage) -> None: ...
+
+    @abstractmethod
+    def _drop(self, peer: Peer, error: KVCoreError) -> None: ...
+
+    def peers(self) -> dict[Peer, str]:
+        """Instance ids of the receivers that have said hello."""
+        return {peer: state.instance for peer, state in self._peers.items()}
+
+    def _hello(self, peer: Peer, message: control.Hello) -> None:
+        if peer in self._peers:
+            self._drop(peer, PeerLostError("the receiver was restarted", got=message.src))
+        if peer not in self._greeted:  # one at a time: a manifest takes long to read
+            self._greeted.add(peer)
+            self.defer(lambda: remote_manifest(self.manifest, message), lambda read: self._read(peer, message, read))
+
+    def _read(self, peer: Peer, message: control.Hello, read: Future[Manifest]) -> None:
+        """The manifest of a hello was read."""
+        self._greeted.discard(peer)
+        address = {"src": self.instance, "dst": message.src}
+        try:
+            if read.exception() is not None:
+                raise mistaken(read.exception())
+            remote = read.result()
+            before = same_rank(self._peers.values(), remote)
+        except TransferError as error:
+            _log.warning("hello refused", peer=peer.hex(), error=error.as_dict())
+            self._post(peer, control.Refused(**address, error=control.WireError.of(error)))
+            return
+        for old in [old for old, state in self._peers.items() if state is before]:
+            self._drop(old, PeerLostError("the receiver was restarted", got=remote.instance))
+        now = self._clock()
+        self._peers[peer] = PeerState(remote, heard_at=now, sent_at=now)
+        self._post(peer, control.Welcome(**address, protocol=self.manifest.protocol, manifest=self._manifest_bytes))
+
+    def _taken(self, peer: Peer, message: control.Taken) -> None:
+        if self.checksums is None:
+            self.broken(peer, ProtocolError("checksums are not configured", type="taken"))
+            return
+        work = partial(self.checksums.expect, peer, self._peers[peer].manifest, message)
+        self.defer(work, partial(self._expected, peer, message.src))
+
+    def _expected(self, peer: Peer, instance: str, outcome: Future[None]) -> None:
+        """It is known what checksums are taken of, for a peer that may have gone in between."""
+        error = outcome.exception()
+        if error is not None and peer in self._peers and self._peers[peer].instance == instance:
+            wrong = mistaken(error)
+            self.broken(peer, ProtocolError(wrong.message, **wrong.fields))
