@@ -112,8 +112,7 @@ class FlatTransport(Transport):
 
     def register(self, arenas: Mapping[str, Arena]) -> bytes:
         self.arenas = dict(arenas)
-        local = {group: arena.array() for group, arena in arenas.items()}
-        self.reader = FlatReader(self.used, local, self.staging, copier=self.copier)
+        self.reader = FlatReader(self.used, self.arenas, self.staging, copier=self.copier)
         self.endpoint = f"flat {next(_numbers)} of this process".encode()
         _serving[self.endpoint] = self
         return self.endpoint
@@ -168,16 +167,23 @@ class Memory(Arena):
 
 
 class Peers:
-    """A peer whose arena holds random bytes (never the poison), and a reader whose arena is all poison."""
+    """A peer whose arena holds random bytes (never the poison), and a reader whose arena is all poison.
 
-    def __init__(self, src: Layout, dst: Layout, units: int = 8, **options: Any) -> None:
+    ``arena`` makes the reader's; ordinary memory by default.
+    """
+
+    def __init__(
+        self, src: Layout, dst: Layout, units: int = 8, arena: Callable[[int], Arena] | None = None, **options: Any
+    ) -> None:
         self.src, self.dst, self.units = src, dst, {"pages": units}
         places = src.place(self.units), dst.place(self.units)
         self.program = Program.build(src, places[0], dst, places[1])
         data = np.random.default_rng(0).integers(0, 0xFF, places[0].arena_bytes, dtype=np.uint8)
-        self.source, self.target = data, np.full(places[1].arena_bytes, 0xFF, np.uint8)
+        self.arena = (arena or (lambda nbytes: Memory(np.zeros(nbytes, np.uint8))))(places[1].arena_bytes)
+        self.source, self.target = data, self.arena.array()
+        self.target[:] = 0xFF
         self.server, self.client = FlatTransport(), FlatTransport(**options)
-        self.client.register({"full": Memory(self.target)})
+        self.client.register({"full": self.arena})
         self.connection = self.client.connect(self.server.register({"full": Memory(self.source)}))
 
     def job(self, src: list[int], dst: list[int]) -> ReadJob:

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,16 @@ class Move:
     def dense(self) -> bool:
         """Whether neighbouring units are contiguous on both sides."""
         return not self.dims and self.run_bytes == self.src_unit_stride == self.dst_unit_stride
+
+
+def unrolled(move: Move, dims: Collection[int]) -> Iterator[Move]:
+    """A move as moves without some of its dimensions, which are given by their places in ``move.dims``."""
+    kept = tuple(dim for n, dim in enumerate(move.dims) if n not in dims)
+    gone = [dim for n, dim in enumerate(move.dims) if n in dims]
+    for point in itertools.product(*(range(count) for count, _, _ in gone)):
+        src = sum(at * step for at, (_, step, _) in zip(point, gone, strict=True))
+        dst = sum(at * step for at, (_, _, step) in zip(point, gone, strict=True))
+        yield replace(move, src_offset=move.src_offset + src, dst_offset=move.dst_offset + dst, dims=kept)
 
 
 @dataclass(frozen=True, eq=False)

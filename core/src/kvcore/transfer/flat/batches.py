@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.contract import ReadHandle
+from kvcore.contract import DONE, CopyQueue, Fence, ReadHandle
 from kvcore.errors import TransferError
 from kvcore.layout import Int64Array
 from kvcore.layout.moves import Descriptors
@@ -16,6 +16,21 @@ from kvcore.layout.moves.applying import copy_units
 from kvcore.transfer.flat.staging import Area, StagingPlan
 
 Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """An arena that the CPU cannot address.
+
+    Attributes:
+        queue: what copies into it.
+        nbytes: its size.
+        bounce: host memory for units on their way, as large as the staging buffer; a batch has its own place there.
+    """
+
+    queue: CopyQueue
+    nbytes: int
+    bounce: Bytes
 
 
 @dataclass(eq=False)
@@ -32,7 +47,7 @@ class Batch:
     plan: StagingPlan
     src_ids: Int64Array
     dst_ids: Int64Array
-    local: Bytes
+    local: Bytes | OnDevice
     reads: Descriptors
     area: Area | None = None
     places: tuple[Int64Array, ...] = ()
@@ -44,7 +59,7 @@ class Batch:
 
     @classmethod
     def straight(
-        cls, group: str, plan: StagingPlan, src_ids: Int64Array, dst_ids: Int64Array, local: Bytes
+        cls, group: str, plan: StagingPlan, src_ids: Int64Array, dst_ids: Int64Array, local: Bytes | OnDevice
     ) -> list[Batch]:
         """What a plan reads straight: one batch, or none."""
         reads = plan.direct_reads(src_ids, dst_ids)
@@ -52,16 +67,17 @@ class Batch:
 
     @classmethod
     def by_slots(
-        cls, group: str, plan: StagingPlan, src_ids: Int64Array, dst_ids: Int64Array, local: Bytes, room: int
+        cls, group: str, plan: StagingPlan, src_ids: Int64Array, dst_ids: Int64Array, local: Bytes | OnDevice, room: int
     ) -> list[Batch]:
         """What a plan stages, in batches of at most ``room`` bytes."""
         if not plan.windows:
             return []
+        most = room // plan.rows.nbytes if isinstance(local, OnDevice) else src_ids.size
         area, order = plan.area(room), np.argsort(src_ids, kind="stable")
         src_ids, dst_ids = src_ids[order], dst_ids[order]
         return [
             cls(group, plan, src_ids[at], dst_ids[at], local, area.reads(src_ids[at], places), area, places)
-            for at, places in area.cut(src_ids)
+            for at, places in area.cut(src_ids, most)
         ]
 
     @property
@@ -92,12 +108,13 @@ class Batch:
 
 
 class Landing:
-    """Copies a batch from its slot into place; a task of the copier."""
+    """Copies a batch from its slot into place; a task of the copier. Into a device it is begun there, and polled."""
 
     def __init__(self, batch: Batch, staging: Bytes) -> None:
         self._batch = batch
         self._staging = staging
         self._error: Exception | None = None
+        self._fence: Fence = DONE
         self._done = threading.Event()
 
     def run(self) -> None:
@@ -106,12 +123,24 @@ class Landing:
         assert batch.area is not None
         try:
             source = self._staging[batch.offset : batch.offset + batch.area.nbytes]
-            units = batch.area.units, batch.plan.program.dst_units
-            for block, places in zip(batch.area.blocks, batch.places, strict=True):
-                copy_units(block.moves, source, batch.local, units, places, batch.dst_ids)
+            if isinstance(batch.local, OnDevice):
+                self._fence = self._begin(batch, batch.area, source, batch.local)
+            else:
+                units = batch.area.units, batch.plan.program.dst_units
+                for block, places in zip(batch.area.blocks, batch.places, strict=True):
+                    copy_units(block.moves, source, batch.local, units, places, batch.dst_ids)
         except Exception as error:  # noqa: BLE001 -- the copier's thread serves other reads; poll() raises this one
             self._error = error
         self._done.set()
+
+    @staticmethod
+    def _begin(batch: Batch, area: Area, source: Bytes, device: OnDevice) -> Fence:
+        """Lay the units side by side, as a copy to a device needs them, and begin it."""
+        rows, count = batch.plan.rows, batch.dst_ids.size
+        staged = device.bounce[batch.offset : batch.offset + count * rows.nbytes]
+        for moves, places in zip(rows.filled_from(area), batch.places, strict=True):
+            copy_units(moves, source, staged, (area.units, count), places, np.arange(count))
+        return device.queue.apply(rows.program(count), staged, batch.dst_ids)
 
     def cancel(self) -> None:
         """End without copying: the copier is closed."""
@@ -119,10 +148,15 @@ class Landing:
         self._done.set()
 
     def poll(self) -> bool:
-        """Whether the copy is over."""
-        if self._done.is_set() and self._error is not None:
+        """Whether the copy is over. Raises what it failed with, once it is."""
+        if not self._done.is_set():
+            return False
+        if self._error is not None:
             raise self._error
-        return self._done.is_set()
+        if not self._fence.done():
+            return False
+        self._fence.wait()  # it is over: this only raises what went wrong
+        return True
 
 
 class Slots:

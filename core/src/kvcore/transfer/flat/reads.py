@@ -18,14 +18,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
+import numpy as np
 
-from kvcore.contract import PeerConnection, ReadHandle, ReadJob, TransportTraits
+from kvcore.contract import Arena, PeerConnection, ReadHandle, ReadJob, TransportTraits
 from kvcore.errors import KVCoreError, LayoutError, PeerLostError, TransferError
 from kvcore.layout import Int64Array
 from kvcore.layout.moves import Descriptors
 from kvcore.log import get_logger
 from kvcore.transfer.copier import Copier, ThreadCopier
-from kvcore.transfer.flat.batches import Batch, Bytes, Landing, Slots
+from kvcore.transfer.flat.batches import Batch, Bytes, Landing, OnDevice, Slots
 from kvcore.transfer.flat.staging import DEFAULT_BYTES_PER_US, StagingPlan, StagingPlanner
 
 _log = get_logger("kvcore.transfer.flat")
@@ -111,7 +112,8 @@ class FlatReader:
 
     Args:
         traits: of the transport.
-        local: this process's arenas by layer group, ``uint8 [nbytes]``, writable.
+        local: this process's arenas by layer group. Where the CPU cannot address one, everything is staged and lands by its
+            queue, through pinned host memory as large as ``staging`` for each device.
         staging: the staging buffer, ``uint8 [bytes]``; the transport has made it known to its wire. Two batches share it
             (double buffering), or one takes all of it where half cannot hold a unit.
         copier: where copies out of the staging buffer run; a thread of its own by default.
@@ -121,7 +123,7 @@ class FlatReader:
     def __init__(
         self,
         traits: TransportTraits,
-        local: Mapping[str, Bytes],
+        local: Mapping[str, Arena],
         staging: Bytes,
         *,
         copier: Copier | None = None,
@@ -129,12 +131,35 @@ class FlatReader:
     ) -> None:
         self.stats = FlatStats()
         self._planner = StagingPlanner(traits, bytes_per_us)
-        self._local = dict(local)
+        self._unpin: list[Callable[[], None]] = []
+        self._local = self._targets(local, staging.nbytes)
         self._slots = Slots(staging)
         self._copier = copier or ThreadCopier()
         self._reads: list[_Read] = []
         self._lock = threading.RLock()
         self._closed = False
+
+    def _targets(self, arenas: Mapping[str, Arena], staging_bytes: int) -> dict[str, Bytes | OnDevice]:
+        targets: dict[str, Bytes | OnDevice] = {}
+        bounces: dict[str, Bytes] = {}
+        try:
+            for group, arena in arenas.items():
+                queue = arena.queue()
+                if queue is None:
+                    targets[group] = arena.array()
+                    continue
+                if arena.device not in bounces:
+                    bounces[arena.device] = np.zeros(staging_bytes, np.uint8)
+                    self._unpin.append(queue.pin(bounces[arena.device]))
+                targets[group] = OnDevice(queue, arena.nbytes, bounces[arena.device])
+        except BaseException:
+            self._give_back()
+            raise
+        return targets
+
+    def _give_back(self) -> None:
+        while self._unpin:
+            self._unpin.pop()()
 
     def start(self, connection: FlatConnection, jobs: Sequence[ReadJob]) -> ReadHandle:
         """Begin a read. Raises TransferError where nothing was started."""
@@ -168,7 +193,7 @@ class FlatReader:
             raise TransferError(error.message, group=job.group, **error.fields) from error
         if not src_ids.size:
             return
-        plan, *others = self._planner.plans(program)
+        plan, *others = self._planner.plans(program, straight=not isinstance(local, OnDevice))
         room = self._slots.room(plan, job.group)
         found = self._carried_out(job.group, plan, src_ids, dst_ids, local, room)
         for other in others:
@@ -180,7 +205,7 @@ class FlatReader:
 
     @staticmethod
     def _carried_out(
-        group: str, plan: StagingPlan, src_ids: Int64Array, dst_ids: Int64Array, local: Bytes, room: int
+        group: str, plan: StagingPlan, src_ids: Int64Array, dst_ids: Int64Array, local: Bytes | OnDevice, room: int
     ) -> list[Batch]:
         straight = Batch.straight(group, plan, src_ids, dst_ids, local)
         return straight + Batch.by_slots(group, plan, src_ids, dst_ids, local, room)
@@ -261,13 +286,15 @@ class FlatReader:
         """End every read and the copier. Idempotent.
 
         Returns:
-            False where the wire was still moving bytes after ``timeout_s``: the arenas and the staging buffer must then
-            be kept.
+            False where bytes were still moving after ``timeout_s``, by the wire or to a device: the arenas and the
+            staging buffer must then be kept.
         """
         with self._lock:
             first, self._closed = not self._closed, True
         quiet = self._wait(lambda read: True, timeout_s)
         self._copier.close()
+        if quiet:
+            self._give_back()
         if first:
             _log.debug("flat reads are over", quiet=quiet, **msgspec.structs.asdict(self.stats))
         return quiet

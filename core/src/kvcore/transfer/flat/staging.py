@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ import numpy.typing as npt
 from kvcore.contract import TransportTraits
 from kvcore.layout import Int64Array
 from kvcore.layout.moves import Descriptors, Move, Program
-from kvcore.layout.moves.applying import flatten
+from kvcore.layout.moves.applying import flatten, unrolled
 from kvcore.layout.strides import Dims, Piece, coalesce, even
 
 DEFAULT_BYTES_PER_US = 2000.0
@@ -100,31 +101,29 @@ class Area:
     nbytes: int
 
     @classmethod
-    def of(cls, groups: Sequence[_Windows], gap: int, units: int) -> Area:
-        """Lay windows out for a number of units."""
-        blocks, end = [], 0
-        loose = [group for group in groups if not group.reach(gap)]
-        places = []
+    def of(cls, groups: Sequence[_Windows], gap: int, units: int, *, rows: bool = False) -> Area:
+        """Lay windows out for a number of units; with ``rows``, all of them unit after unit, in the same order."""
+        groups = sorted(groups, key=lambda group: group.reach(gap) > 0)
+        loose = [group for group in groups if rows or not group.reach(gap)]
+        places, end = [], 0
         for group in loose:
             offsets, end = group.place(end, 1)
             places.append(offsets)
         pitch = _aligned(end)
-        for group, offsets in zip(loose, places, strict=True):
-            blocks.append(group.block(offsets, pitch, reach=0, apart=1))
+        blocks = [group.block(at, pitch, reach=0, apart=1) for group, at in zip(loose, places, strict=True)]
         end = pitch * units
-        for group in groups:
-            reach, stride = group.reach(gap), group.unit_stride
-            if reach:
-                offsets, end = group.place(end, units)
-                blocks.append(group.block(offsets, stride, reach=reach, apart=-(-max(group.sizes) // stride)))
+        for group in groups[len(loose) :]:
+            offsets, end = group.place(end, units)
+            apart = -(-max(group.sizes) // group.unit_stride)
+            blocks.append(group.block(offsets, group.unit_stride, reach=group.reach(gap), apart=apart))
         return cls(tuple(blocks), units, _aligned(end))
 
-    def cut(self, src_ids: Int64Array) -> Iterator[tuple[slice, tuple[Int64Array, ...]]]:
-        """Ascending ids as batches that there is room for: which of them, and their slots in every block."""
+    def cut(self, src_ids: Int64Array, most: int) -> Iterator[tuple[slice, tuple[Int64Array, ...]]]:
+        """Ascending ids as batches that there is room for, of ``most`` ids: which, and their slots in every block."""
         slots = [block.slots(src_ids) for block in self.blocks]
         first = 0
         while first < src_ids.size:
-            stop = min(int(np.searchsorted(some, some[first] + self.units)) for some in slots)
+            stop = min(first + most, *(int(np.searchsorted(some, some[first] + self.units)) for some in slots))
             yield slice(first, stop), tuple(some[first:stop] - some[first] for some in slots)
             first = stop
 
@@ -134,6 +133,33 @@ class Area:
         src, dst, nbytes = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         order = np.argsort(dst, kind="stable")
         return Descriptors(src[order], dst[order], nbytes[order])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The windows of each unit side by side, unit after unit: what a device's program starts from.
+
+    Attributes:
+        nbytes: bytes of a unit; no more than it takes in an area of one unit.
+        places: offsets of the windows in it, in the order of an area's blocks.
+        _program: from any number of units; no stride of its moves is negative.
+    """
+
+    nbytes: int
+    places: tuple[tuple[int, ...], ...]
+    _program: Program
+
+    def program(self, units: int) -> Program:
+        """From so many units into the destination."""
+        return replace(self._program, src_units=units, src_bytes=units * self.nbytes)
+
+    def filled_from(self, area: Area) -> Iterator[tuple[Move, ...]]:
+        """The moves from every block of an area; their destination's units are rows."""
+        for block, places in zip(area.blocks, self.places, strict=True):
+            yield tuple(
+                Move((), window.dst_offset, window.dst_unit_stride, at, self.nbytes, (), window.run_bytes)
+                for window, at in zip(block.windows, places, strict=True)
+            )
 
 
 def _aligned(nbytes: int) -> int:
@@ -174,6 +200,7 @@ class StagingPlan:
         bytes_per_us: float = DEFAULT_BYTES_PER_US,
         *,
         across: bool = False,
+        straight: bool = True,
     ) -> StagingPlan:
         """Decide for every move whether it is read straight.
 
@@ -182,14 +209,15 @@ class StagingPlan:
             traits: the wire's ``min_run_bytes`` and ``descriptor_cost_us``.
             bytes_per_us: rate of the wire.
             across: for source units that lie side by side: stage whatever a descriptor costs more than.
+            straight: the wire can write into the destination; else everything is staged.
         """
         gap = max(traits.min_run_bytes, int(traits.descriptor_cost_us * bytes_per_us))
         enough = gap if across else traits.min_run_bytes
-        long = [m for m in program.moves if m.run_bytes >= enough]
+        long = [m for m in program.moves if straight and m.run_bytes >= enough]
         spans = [_Spans.of(move, gap) for move in program.moves if move not in long]
         windows = [_Windows.cover(same, gap) for same in _by_stride(spans)]
         alone = [span.move for window in windows for span in window.spans if not window.joins_runs_of(span)]
-        if across:
+        if across or not straight:
             alone = []
         direct = [move for move in program.moves if move in long or move in alone]
         kept = [span for span in spans if span.move not in alone]
@@ -217,6 +245,19 @@ class StagingPlan:
         """What is read from the source's arena straight into the destination's, for checked pairs of units."""
         return flatten(self.direct, src_ids, dst_ids)
 
+    @cached_property
+    def rows(self) -> Rows:
+        """The same for what can only be copied unit by unit from there."""
+        area = Area.of(self._groups, self.gap, 1, rows=True)
+        moves = (move for block in area.blocks for move in block.moves)
+        forward = (
+            part
+            for move in moves
+            for part in unrolled(move, {n for n, (_, src, dst) in enumerate(move.dims) if src <= 0 or dst <= 0})
+        )
+        places = tuple(tuple(window.dst_offset for window in block.windows) for block in area.blocks)
+        return Rows(area.nbytes, places, replace(self.program, moves=tuple(forward), src_units=0, src_bytes=0))
+
     def area(self, room: int) -> Area:
         """How batches lie in ``room`` bytes of the staging buffer; at least ``staged_bytes``."""
         if room not in self._areas:
@@ -242,19 +283,25 @@ class StagingPlanner:
     def __init__(self, traits: TransportTraits, bytes_per_us: float = DEFAULT_BYTES_PER_US) -> None:
         self._traits = traits
         self._bytes_per_us = bytes_per_us
-        self._plans: dict[int, tuple[StagingPlan, ...]] = {}
+        self._plans: dict[tuple[int, bool], tuple[StagingPlan, ...]] = {}
 
-    def plans(self, program: Program) -> tuple[StagingPlan, ...]:
-        """The plans for a program, to choose from by the ids of a read; the first is for any."""
-        found = self._plans.get(id(program))
+    def plans(self, program: Program, *, straight: bool = True) -> tuple[StagingPlan, ...]:
+        """The plans for a program, to choose from by the ids of a read; the first is for any.
+
+        Args:
+            program: what to move.
+            straight: the wire can write into the destination.
+        """
+        found = self._plans.get((id(program), straight))
         if found is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             plan, across = (
-                StagingPlan.build(program, self._traits, self._bytes_per_us, across=across) for across in (False, True)
+                StagingPlan.build(program, self._traits, self._bytes_per_us, across=across, straight=straight)
+                for across in (False, True)
             )
             found = (plan,) if across.direct == plan.direct else (plan, across)
-            self._plans[id(program)] = found
+            self._plans[id(program), straight] = found
         return found  # they keep their program, so that the id stays its own
 
 

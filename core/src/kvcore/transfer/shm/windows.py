@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvcore.contract import Piece
 from kvcore.layout.moves import Move, Program
+from kvcore.layout.moves.applying import unrolled
 
 _WIDE_GAP = 4096
 """Bytes between runs that are worth a piece of their own; shorter ones are staged too."""
@@ -66,12 +67,7 @@ def windows_of(program: Program) -> Windows:
 
 def _within(move: Move) -> Iterator[Move]:
     """The move as moves that stay inside their source unit, and leave its wide gaps out."""
-    split = set(_split_dims(move))
-    kept = tuple(dim for n, dim in enumerate(move.dims) if n not in split)
-    for point in itertools.product(*(range(move.dims[n][0]) for n in sorted(split))):
-        src = sum(at * move.dims[n][1] for at, n in zip(point, sorted(split), strict=True))
-        dst = sum(at * move.dims[n][2] for at, n in zip(point, sorted(split), strict=True))
-        yield replace(move, src_offset=move.src_offset + src, dst_offset=move.dst_offset + dst, dims=kept)
+    return unrolled(move, set(_split_dims(move)))
 
 
 def _split_dims(move: Move) -> Iterator[int]:
