@@ -34,7 +34,7 @@ ORDER = """
     transfer.session.outgoing transfer.session.handshake
     transfer.session.waiting transfer.session.greeting transfer.session.sender
     transfer.session.incoming transfer.session.receiver transfer.session.joined
-    transfer.wire transfer.wire.awake transfer.wire.worker transfer.wire.loop transfer.wire.access
+    transfer.wire transfer.wire.awake transfer.wire.worker transfer.wire.budget transfer.wire.loop transfer.wire.access
     transfer.wire.strangers transfer.wire.endpoint
     transfer.flat transfer.flat.staging transfer.flat.batches transfer.flat.reads
     transfer.shm transfer.shm.windows transfer.shm.memfd transfer.shm.stage_wire transfer.shm.stage_server

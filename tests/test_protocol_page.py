@@ -14,6 +14,7 @@ from kvcore.spec import Ranks
 from kvcore.transfer.messages import control, manifest
 from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.checksums import MAX_CHECKED_BYTES
+from kvcore.transfer.wire import budget
 from kvcore.transfer.wire.strangers import MAX_STRANGERS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text()
@@ -88,6 +89,10 @@ def test_limits_and_version() -> None:
         "nesting of an error's fields": control.MAX_ERROR_DEPTH,
         "unit under checksums": MAX_CHECKED_BYTES,
         "connections without a hello": MAX_STRANGERS,
+        "messages before an accepted hello": budget.MAX_FIRST_MESSAGES,
+        "messages unread in a socket": budget.RECEIVE_QUEUE,
+        "messages unsent in a socket": budget.SEND_QUEUE,
+        "bytes unsent beyond them": budget.MAX_UNSENT_BYTES,
         "manifest": manifest.MAX_MANIFEST_BYTES,
         "layers of a group": manifest.MAX_LAYERS,
         "regions of a group": manifest.MAX_REGIONS,
@@ -95,6 +100,14 @@ def test_limits_and_version() -> None:
         "axes of a manifest": manifest.MAX_AXES,
         "ranges of global ids": manifest.MAX_ID_RANGES,
     }
+    rates = {
+        "messages of a peer in a second": budget.MESSAGES_PER_S,
+        "bytes of a peer in a second": budget.BYTES_PER_S,
+    }
+    for what, value in rates.items():
+        assert f"| {what} | {value}, and {value * budget.BURST_S} at once" in PAGE
+    assert f"counts as {budget.HELLO_WEIGHT} |" in PAGE
+    assert f"| {budget.TURN_MESSAGES} from a socket, or {budget.TURN_BYTES} bytes" in PAGE
     for what, value in limits.items():
         assert f"| {what} | {value} " in PAGE
     assert f"| groups of a manifest | {manifest.MAX_GROUPS}, " in PAGE

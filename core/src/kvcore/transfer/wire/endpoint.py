@@ -20,7 +20,8 @@ from kvcore.transfer.session.checksums import Checks, SenderChecksums
 from kvcore.transfer.session.joined import JoinedReceiver, name
 from kvcore.transfer.session.sender import SenderSession
 from kvcore.transfer.wire.access import KeyList
-from kvcore.transfer.wire.loop import CurveKeys, Endpoint, EndpointStats, awake_clock, drain, drain_frames
+from kvcore.transfer.wire.budget import HELLO_WEIGHT, Arrived, Budget, Inlet
+from kvcore.transfer.wire.loop import CurveKeys, Endpoint, EndpointStats, awake_clock
 from kvcore.transfer.wire.strangers import Strangers
 
 _log = get_logger("kvcore.transfer.wire")
@@ -70,6 +71,7 @@ class SenderEndpoint(Endpoint[SendEvent]):
                 self._key_list.guard(self._router)
             self._strangers = Strangers(self._router, self._sender.options.hello_timeout_s)
             self._router.bind(bind)
+        self._inlet = Inlet(self._router, routed=True)
         self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._strangers.monitor, zmq.POLLIN)
@@ -113,35 +115,56 @@ class SenderEndpoint(Endpoint[SendEvent]):
 
     def has(self, request: str) -> bool:
         """Whether a request is begun and not over."""
-        with self._lock:
+        with self._first():
             return self._sender.has(request)
 
     def stats(self) -> EndpointStats:
         """What is held now."""
-        with self._lock:
-            return EndpointStats(held_units=self._sender.held_units(), peers=len(self._sender.peers()))
+        with self._first():
+            units, peers = self._sender.held_units(), len(self._sender.peers())
+            return EndpointStats(held_units=units, peers=peers, peers_cut=self._cuts)
 
     def _start(self) -> None:
         return
 
+    def _take_messages(self) -> None:
+        for item in self._inlet.take():
+            fd, peer = item.connection, item.peer
+            if self._strangers.is_cut(fd):
+                continue
+            over = self._strangers.charge(fd, peer, item.frames, item.nbytes)
+            message = self._decode(item.data, peer) if over is None else None
+            if isinstance(message, control.Hello) and self._strangers.is_welcome(fd):
+                over = self._strangers.charge(fd, peer, HELLO_WEIGHT, 0)
+            if over is not None:
+                self._cut(item, over)
+                continue
+            if message is not None:
+                self._receive(peer, message)
+            self._strangers.heard(fd, peer)
+
+    def _cut(self, item: Arrived, error: ProtocolError) -> None:
+        """A peer is over its share: its conversation ends, it is told why, and its connection is closed."""
+        self._strangers.cut(item.connection, item.peer)
+        self._let_in()
+        with self._lock:
+            self._note_cut(item.peer, error)
+            if item.peer in self._sender.peers():
+                self._sender.broken(item.peer, error)
+
     def _turn(self) -> None:
         if self._key_list is not None:
             self._key_list.turn()
-        for routing, *frames in drain_frames(self._router):
-            peer = routing.bytes
-            self._receive(frames[0].bytes if len(frames) == 1 else b"", peer)
-            if frames:
-                self._strangers.heard(int(frames[0].get(zmq.SRCFD)), peer, self._sender.peers())
+        for peer in self._strangers.cut_peers():
+            self._sender.lost(peer, "it was cut off")  # where a hello of before was read only now
         self._sender.tick()
         self._strangers.turn(self._sender.peers())
 
-    def _send(self, peer: Peer, data: bytes) -> None:
-        try:
-            self._router.send_multipart([peer, data], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            self._sender.lost(peer, "its connection was closed")
+    def _post(self, peer: Peer, data: bytes) -> None:
+        self._router.send_multipart([peer, data], zmq.NOBLOCK)
+
+    def _lost(self, peer: Peer, reason: str) -> None:
+        self._sender.lost(peer, reason)
 
     def _handle(self, peer: Peer, message: control.AnyMessage) -> None:
         self._sender.handle(peer, message)
@@ -168,6 +191,9 @@ class _Wire:
         self.dealer = dealer
         self.monitor = dealer.get_monitor_socket(_WATCHED)
         self.conn_fd: int | None = None
+        self.inlet = Inlet(dealer, routed=False)
+        self.budget = Budget(time.monotonic)
+        self.cut = False
         dealer.connect(address)
 
 
@@ -243,7 +269,7 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
     @property
     def connected(self) -> bool:
         """Whether requests can be asked for."""
-        with self._lock:
+        with self._first():
             return self._receiver.connected and self._failure is None and not self._stopping
 
     def ask(self, request: str, tables: Mapping[tuple[str, str], Int64Array], start: int, stop: int) -> int:
@@ -258,16 +284,17 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
 
     def has(self, request: str) -> bool:
         """Whether a request is asked for and not over."""
-        with self._lock:
+        with self._first():
             return self._receiver.has(request)
 
     def stats(self) -> EndpointStats:
         """What has been moved so far."""
-        with self._lock:
+        with self._first():
             session = self._receiver
             return EndpointStats(
-                session.bytes_read, session.copy_seconds, session.reads_in_flight, peers=int(session.connected)
-            )
+                session.bytes_read, session.copy_seconds, session.reads_in_flight, peers=int(session.connected),
+                peers_cut=self._cuts,
+            )  # fmt: skip
 
     def _start(self) -> None:
         with self._lock:
@@ -279,11 +306,30 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
             return _POLL_READS_S
         return super()._timeout_s()
 
+    def _take_messages(self) -> None:
+        for wire in self._wires.values():
+            for item in [] if wire.cut else wire.inlet.take():
+                over = wire.budget.take(item.frames, item.nbytes)
+                if over is not None:
+                    self._cut(wire, over)
+                    break
+                message = self._decode(item.data, wire.peer)
+                if message is not None:
+                    self._receive(wire.peer, message)
+
+    def _cut(self, wire: _Wire, error: ProtocolError) -> None:
+        """A sender is over its share: the conversation ends, and nothing is read of its connection any more."""
+        wire.cut = True
+        self._poller.unregister(wire.dealer)
+        self._let_in()
+        with self._lock:
+            self._note_cut(wire.peer, error)
+            self._receiver.broken(wire.peer, error)
+
     def _turn(self) -> None:
         for wire in self._wires.values():
-            for frames in drain(wire.dealer):
-                self._receive(frames[0] if len(frames) == 1 else b"", wire.peer)
-            self._watch(wire)
+            if wire.cut or not wire.inlet.more:  # first what came over a connection, then that it is gone
+                self._watch(wire)
         self._receiver.tick()
         for wire, link in zip(self._wires.values(), self._receiver.links, strict=True):
             if link.connection is not None and wire.conn_fd is None:
@@ -292,8 +338,8 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
                     self._poller.register(wire.conn_fd, zmq.POLLIN)
 
     def _watch(self, wire: _Wire) -> None:
-        for frames in drain(wire.monitor):
-            event = parse_monitor_message(frames)["event"]
+        while wire.monitor.poll(0):
+            event = parse_monitor_message(wire.monitor.recv_multipart(zmq.NOBLOCK))["event"]
             if event != zmq.EVENT_DISCONNECTED:
                 self._receiver.refused(
                     wire.peer,
@@ -304,11 +350,11 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
                 # Messages may have been lost with it, so it is never silently taken up again.
                 self._receiver.lost(wire.peer, "its control connection was closed")
 
-    def _send(self, peer: Peer, data: bytes) -> None:
-        try:
-            self._wires[peer].dealer.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            self._receiver.lost(peer, "its control connection was closed")
+    def _post(self, peer: Peer, data: bytes) -> None:
+        self._wires[peer].dealer.send(data, zmq.NOBLOCK)
+
+    def _lost(self, peer: Peer, reason: str) -> None:
+        self._receiver.lost(peer, reason)
 
     def _handle(self, peer: Peer, message: control.AnyMessage) -> None:
         self._receiver.handle(peer, message)

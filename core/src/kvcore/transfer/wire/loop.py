@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator
@@ -24,11 +25,16 @@ from kvcore.log import get_logger, plain_trace
 from kvcore.transfer.messages import control
 from kvcore.transfer.session.base import EventT, Peer, Session, TransferOptions
 from kvcore.transfer.wire.awake import AwakeClock
+from kvcore.transfer.wire.budget import RECEIVE_QUEUE, SEND_QUEUE, Unsent
 from kvcore.transfer.wire.worker import Worker
 
 _log = get_logger("kvcore.transfer.wire")
 
 _LINGER_MS = 500
+_RETRY_S = 0.001
+_YIELD_S = 0.0002
+_PATIENCE = 100
+"""So often a turn waits for engine calls that wait themselves; an engine that calls without end cannot stop it."""
 
 
 def _named(name: str, keys: tuple[bytes, ...]) -> list[tuple[str, bytes]]:
@@ -74,6 +80,7 @@ class EndpointStats(msgspec.Struct, frozen=True):
         reads_in_flight: reads that are not terminal.
         held_units: units offered and not released (senders).
         peers: receivers that have said hello (senders), or 1 while connected.
+        peers_cut: connections that were cut because more came over them than a peer may send.
     """
 
     bytes_read: int = 0
@@ -81,24 +88,7 @@ class EndpointStats(msgspec.Struct, frozen=True):
     reads_in_flight: int = 0
     held_units: int = 0
     peers: int = 0
-
-
-def drain(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    """Take every message that has arrived."""
-    while True:
-        try:
-            yield socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-
-
-def drain_frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """:func:`drain`, as frames that say which connection they came over."""
-    while True:
-        try:
-            yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return
+    peers_cut: int = 0
 
 
 class Endpoint(Generic[EventT]):
@@ -110,6 +100,9 @@ class Endpoint(Generic[EventT]):
         self._awake = awake
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._callers: deque[None] = deque()
+        self._cuts = 0
+        self._cuts_logged_at = float("-inf")
         self._queue: deque[EventT] = deque()
         self._failure: Exception | None = None
         self._stopping = False
@@ -120,13 +113,15 @@ class Endpoint(Generic[EventT]):
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._unsent = Unsent(self._post)
+        self._patience = _PATIENCE
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _socket(self, kind: int, keys: CurveKeys | None) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+        socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
         socket.setsockopt(zmq.MAXMSGSIZE, control.MAX_MESSAGE_BYTES)
         if keys is not None:
             socket.curve_publickey = keys.public_key
@@ -146,9 +141,24 @@ class Endpoint(Generic[EventT]):
     # --- the engine's side ---
 
     @contextlib.contextmanager
+    def _first(self) -> Iterator[None]:
+        """The lock, for an engine's thread: the I/O thread sees that somebody waits, and lets it go first."""
+        waits = False
+        try:
+            self._callers.append(None)
+            waits = True
+            with self._lock:
+                self._callers.pop()
+                waits = False
+                yield
+        finally:
+            if waits:
+                self._callers.pop()
+
+    @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
         """Run a call on the session: serialised, refused after a failure or the end, followed by a wake-up."""
-        with self._lock:
+        with self._first():
             self._check()
             try:
                 yield
@@ -165,7 +175,7 @@ class Endpoint(Generic[EventT]):
     def events(self) -> list[EventT]:
         """Take what has happened, in order, without waiting. Raises TransferError once, after the last event, if the
         I/O thread has failed."""
-        with self._lock:
+        with self._first():
             if not self._queue and self._failure is not None:
                 self._check()
             taken = list(self._queue)
@@ -175,7 +185,7 @@ class Endpoint(Generic[EventT]):
     def wait_event(self, timeout: float | None = None) -> EventT | None:
         """Take the next event, waiting up to ``timeout`` seconds (None: without end); None where none came, or where
         the endpoint was closed. Raises TransferError where the I/O thread has failed."""
-        with self._lock:
+        with self._first():
             self._changed.wait_for(lambda: bool(self._queue) or self._failure is not None or self._stopped, timeout)
             if self._queue:
                 return self._queue.popleft()
@@ -221,11 +231,15 @@ class Endpoint(Generic[EventT]):
             self._start()
             while True:
                 ready = dict(self._poller.poll(max(1, int(self._timeout_s() * 1000))))
+                self._patience = _PATIENCE
                 with self._lock:
                     if ready.pop(self._wake_fd, None):
                         with contextlib.suppress(BlockingIOError):
                             os.eventfd_read(self._wake_fd)
                     stalled = self._awake.turn()
+                self._take_messages()
+                self._let_in()
+                with self._lock:
                     if stalled > self._session.options.peer_timeout_s / 2:
                         _log.warning("was away: nothing that is due counts by it", endpoint=self._name, seconds=stalled)
                     for outcome, then in self._worker.ended():
@@ -257,8 +271,20 @@ class Endpoint(Generic[EventT]):
             self._end_session("endpoint closed")
             self._send_all()
             self._take_events()
+        deadline = time.monotonic() + _LINGER_MS / 1000
+        while self._unsent and time.monotonic() < deadline:
+            time.sleep(_RETRY_S)
+            with self._lock:
+                self._flush()
+
+    def _let_in(self) -> None:
+        """Let waiting engine calls have the lock: let go and taken again at once, it goes to nobody else."""
+        while self._callers and self._patience > 0:
+            time.sleep(_YIELD_S)
+            self._patience -= 1
 
     def _send_all(self) -> None:
+        self._flush()
         for peer, message in self._session.outbox():
             try:
                 data = control.encode(message)
@@ -267,16 +293,52 @@ class Endpoint(Generic[EventT]):
             else:
                 self._send(peer, data)
 
-    def _receive(self, data: bytes, peer: Peer) -> None:
+    def _send(self, peer: Peer, data: bytes) -> None:
         try:
-            message = control.decode(data)
+            if not self._unsent.put(peer, data):
+                self._unsent.forget(peer)
+                self._lost(peer, "it does not take what is sent to it")
+        except zmq.ZMQError as error:
+            self._unreachable(peer, error)
+
+    def _flush(self) -> None:
+        for peer in self._unsent.peers():
+            try:
+                self._unsent.flush(peer)
+            except zmq.ZMQError as error:
+                self._unreachable(peer, error)
+
+    def _unreachable(self, peer: Peer, error: zmq.ZMQError) -> None:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise error
+        self._unsent.forget(peer)
+        self._lost(peer, "its connection was closed")
+
+    def _decode(self, data: bytes, peer: Peer) -> control.AnyMessage | None:
+        """Decode a message, without the lock; None for what is none, which is handled here."""
+        try:
+            return control.decode(data)
         except ProtocolError as error:
-            self._broken(peer, error)
-            return
-        try:
-            self._handle(peer, message)
-        except Exception as error:  # noqa: BLE001 -- see _mishandled
-            self._mishandled(peer, message, error)
+            self._let_in()
+            with self._lock:
+                self._broken(peer, error)
+            return None
+
+    def _receive(self, peer: Peer, message: control.AnyMessage) -> None:
+        self._let_in()
+        with self._lock:
+            try:
+                self._handle(peer, message)
+            except Exception as error:  # noqa: BLE001 -- see _mishandled
+                self._mishandled(peer, message, error)
+
+    def _note_cut(self, peer: Peer, error: ProtocolError) -> None:
+        """Count a peer that was cut off, and say so: one line a second at most, whoever comes again and again."""
+        self._cuts += 1
+        now = time.monotonic()
+        if now - self._cuts_logged_at >= 1:
+            self._cuts_logged_at = now
+            _log.warning("peer cut off", endpoint=self._name, peer=peer.hex(), why=error.message, so_far=self._cuts)
 
     def _mishandled(self, peer: Peer, message: control.AnyMessage, cause: Exception) -> None:
         """End what a message was about that could not be handled, answered or encoded: the request that it names, else
@@ -291,6 +353,8 @@ class Endpoint(Generic[EventT]):
         )
 
     def _timeout_s(self) -> float:
+        if self._unsent:
+            return _RETRY_S
         return self._session.options.heartbeat_s / 4
 
     @abstractmethod
@@ -301,10 +365,18 @@ class Endpoint(Generic[EventT]):
     def _start(self) -> None: ...
 
     @abstractmethod
+    def _take_messages(self) -> None:
+        """Take a bounded number of messages from each socket; the lock is not held, but for handling each of them."""
+
+    @abstractmethod
     def _turn(self) -> None: ...
 
     @abstractmethod
-    def _send(self, peer: Peer, data: bytes) -> None: ...
+    def _post(self, peer: Peer, data: bytes) -> None:
+        """Hand a message to the peer's socket without waiting. Raises zmq.ZMQError."""
+
+    @abstractmethod
+    def _lost(self, peer: Peer, reason: str) -> None: ...
 
     @abstractmethod
     def _handle(self, peer: Peer, message: control.AnyMessage) -> None: ...

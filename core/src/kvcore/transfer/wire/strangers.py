@@ -1,4 +1,4 @@
-"""Connections to a sender that belong to no conversation: closed after a while, and the oldest where they are many."""
+"""Connections to a sender: closed where no conversation comes of them, and where they carry more than their share."""
 
 from __future__ import annotations
 
@@ -6,18 +6,33 @@ import contextlib
 import socket
 import time
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvcore.transfer.session.base import Peer
+from kvcore.errors import ProtocolError
+from kvcore.transfer.session.base import Clock, Peer
+from kvcore.transfer.wire.budget import MAX_FIRST_MESSAGES, Budget
 
 MAX_STRANGERS = 128
 """Most connections of which none has said hello; the oldest is closed for one more."""
 
+_LAST_WORDS_S = 0.1
+"""A connection that is cut stays for so long, unread, that what was sent last can reach its other end."""
+
+
+@dataclass
+class _Share:
+    """What a peer has sent over a connection."""
+
+    peer: Peer
+    budget: Budget
+    first: int = 0
+
 
 class Strangers:
-    """Who is connected to a listening socket and has not been welcomed, or is no more.
+    """Who is connected to a listening socket and has not been welcomed, or is no more; and what everybody sends.
 
     ZeroMQ cannot close one peer's connection, so the connection is shut down below it; its address is compared before,
     since a descriptor may have become another one's in between.
@@ -25,27 +40,62 @@ class Strangers:
     Args:
         listener: the socket, before it is bound.
         timeout_s: time to say hello.
+        clock: time.
 
     Attributes:
         monitor: becomes readable when somebody connects or leaves.
     """
 
-    def __init__(self, listener: zmq.Socket[bytes], timeout_s: float) -> None:
+    def __init__(self, listener: zmq.Socket[bytes], timeout_s: float, clock: Clock = time.monotonic) -> None:
         self._listener = listener
         self._timeout_s = timeout_s
+        self._clock = clock
         self.monitor = listener.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._addresses: dict[int, object] = {}
         self._since: dict[int, float] = {}  # oldest first
         self._spoke: dict[int, Peer] = {}
         self._welcome: dict[int, Peer] = {}
+        self._shares: dict[int, _Share] = {}
+        self._cut: dict[int, tuple[float, Peer]] = {}
 
-    def heard(self, fd: int, peer: Peer, peers: Collection[Peer]) -> None:
-        """A message of ``peer`` came over a connection; ``peers`` are those in a conversation."""
+    def charge(self, fd: int, peer: Peer, messages: int, nbytes: int) -> ProtocolError | None:
+        """A message of ``peer`` came over a connection, before it is looked at. The error says that it is too much.
+
+        What is still read of a connection that is gone is not counted: it is a queue's length at most.
+        """
         if fd not in self._addresses:
             self._watch()  # it was accepted before it could say anything
+            if fd not in self._addresses:
+                return None
+        share = self._shares.get(fd)
+        if share is None or share.peer != peer:
+            share = self._shares[fd] = _Share(peer, Budget(self._clock))
+        if fd not in self._welcome:
+            share.first += messages
+            if share.first > MAX_FIRST_MESSAGES:
+                return ProtocolError("no hello among the first messages", limit=MAX_FIRST_MESSAGES)
+        return share.budget.take(messages, nbytes)
+
+    def is_cut(self, fd: int) -> bool:
+        """Whether what comes over a connection is not looked at any more."""
+        return fd in self._cut
+
+    def cut(self, fd: int, peer: Peer) -> None:
+        """Look at nothing of a connection any more, and close it once what was sent last may have arrived."""
+        self._cut[fd] = (self._clock(), peer)
+
+    def cut_peers(self) -> list[Peer]:
+        """Who was cut off and is not closed yet."""
+        return [peer for _, peer in self._cut.values()]
+
+    def is_welcome(self, fd: int) -> bool:
+        """Whether a connection belongs to a conversation."""
+        return fd in self._welcome
+
+    def heard(self, fd: int, peer: Peer) -> None:
+        """A message of ``peer`` over a connection was handled; it may be welcomed now, or at a later :meth:`turn`."""
         if fd in self._since:
             self._spoke[fd] = peer
-            self._let_in(peers)
 
     def _let_in(self, peers: Collection[Peer]) -> None:
         """Who has spoken may be welcomed later: its hello takes long to read."""
@@ -57,7 +107,9 @@ class Strangers:
         """Take note of who came and went, and close who has had time enough."""
         self._watch()
         self._let_in(peers)
-        now = time.monotonic()
+        now = self._clock()
+        for fd in [fd for fd, (since, _) in self._cut.items() if now - since >= _LAST_WORDS_S]:
+            self._shut(fd)
         for fd in [fd for fd, peer in self._welcome.items() if peer not in peers]:
             del self._welcome[fd]
             self._since[fd] = now
@@ -68,7 +120,7 @@ class Strangers:
             self._shut(fd)
 
     def _watch(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         while self.monitor.poll(0):
             event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             fd = int(event["value"])
@@ -84,7 +136,7 @@ class Strangers:
         self.monitor.close()
 
     def _forget(self, fd: int) -> None:
-        for known in (self._addresses, self._since, self._spoke, self._welcome):
+        for known in (self._addresses, self._since, self._spoke, self._welcome, self._shares, self._cut):
             known.pop(fd, None)
 
     def _shut(self, fd: int) -> None:
