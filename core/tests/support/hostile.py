@@ -53,6 +53,13 @@ def payload(ids: tuple[int, ...], first: int = 0, **changes: Any) -> Fields:
     return base | changes
 
 
+class Silent:
+    """A logger: a hundred thousand warnings tell nobody anything."""
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_, **__: None
+
+
 @dataclass
 class Speaker:
     """Who speaks to whom, and about what."""
@@ -147,6 +154,11 @@ def spoilt(message: Fields, foreign: tuple[Any, ...] = ()) -> Iterator[bytes]:
         yield pack({name: message[name]})
     yield pack(list(message.values()))
     yield pack(message | {"new": [1, {"a": 2}]})
+
+
+def spoilt_once(rng: random.Random, message: Fields) -> bytes:
+    """A message with one value in it replaced by a bad one."""
+    return pack(_with(message, rng.choice(list(_places(message))), rng.choice(BAD)))
 
 
 def mutated(rng: random.Random, data: bytes, other: bytes) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,17 +23,10 @@ OWN = tuple(f"own{n}" for n in range(4))
 """Requests that the sender's engine does begin, and that hostile peers may pull."""
 
 
-class Silent:
-    """A logger: a hundred thousand warnings tell nobody anything."""
-
-    def __getattr__(self, _: str) -> Any:
-        return lambda *_, **__: None
-
-
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch: pytest.MonkeyPatch, hostile: ModuleType) -> None:
     for module in ("sender", "receiver"):
-        monkeypatch.setattr(f"kvcore.transfer.session.{module}._log", Silent())
+        monkeypatch.setattr(f"kvcore.transfer.session.{module}._log", hostile.Silent())
 
 
 class Scene:
@@ -234,6 +228,14 @@ def nonsense(scene: Scene, number: int) -> Iterator[bytes]:
         yield scene.hostile.pack(speaker.message(kind, **{k: v for k, v in changes.items() if k in known}))
 
 
+def manifests(scene: Scene) -> Iterator[bytes]:
+    """Hellos with everything in their manifest spoilt. The name of another engine is left out: who knows it replaces it."""
+    speaker = scene.speakers[scene.peers[0]]
+    for encoded in scene.hostile.spoilt(msgspec.msgpack.decode(speaker.manifest), ("full/kv", "head", "fp32", 3, 64)):
+        scene.turn = scene.peers[0]
+        yield scene.hostile.pack(speaker.message("hello", manifest=encoded))
+
+
 def some(inputs: Iterator[bytes], one_in: int, seed: int) -> Iterator[bytes]:
     rng = random.Random(seed)
     return (item for item in inputs if rng.randrange(one_in) == 0)
@@ -245,9 +247,15 @@ def scene(kit: ModuleType, hostile: ModuleType) -> Scene:
 
 
 def test_a_sender_next_to_spoilt_fields(scene: Scene) -> None:
-    scene.run(some(every_field(scene), 3, 1))
+    scene.run(some(every_field(scene), 6, 1))
     assert scene.sent > 1000
     assert scene.answers["Bye"]
+
+
+def test_a_sender_next_to_spoilt_manifests(scene: Scene) -> None:
+    scene.run(some(manifests(scene), 25, 2))
+    assert scene.answers["Refused"] > 50
+    assert scene.answers["Welcome"]
 
 
 def test_a_sender_next_to_spoilt_bytes(scene: Scene) -> None:
@@ -260,11 +268,23 @@ def test_a_sender_next_to_nonsense(scene: Scene) -> None:
 
 
 @pytest.mark.slow  # fifty thousand
-@pytest.mark.parametrize("what", ["fields", "bytes", "sequences"])
+@pytest.mark.parametrize("what", ["fields", "manifests", "bytes", "sequences"])
 def test_a_sender_is_attacked_at_length(kit: ModuleType, hostile: ModuleType, what: str) -> None:
     for seed in range(2 if what == "fields" else 1):
         scene = Scene(kit, hostile, 100 + seed)
-        inputs = {"fields": every_field, "bytes": lambda s: mutations(s, 20_000),
+        inputs = {"fields": every_field, "manifests": manifests, "bytes": lambda s: mutations(s, 20_000),
                   "sequences": lambda s: nonsense(s, 20_000)}[what](scene)  # fmt: skip
         scene.run(inputs)
-        assert scene.sent >= (9_000 if what == "fields" else 20_000)
+        assert scene.sent >= {"fields": 9_000, "manifests": 3_000}.get(what, 20_000)
+
+
+def test_a_broken_message_is_described_briefly(hostile: ModuleType) -> None:
+    """Whatever it holds: the error is logged."""
+    speaker = hostile.Speaker("foe0", "sender-1", b"")
+    for kind in hostile.KINDS:
+        for name in speaker.message(kind):
+            for long in ("x" * 1_000_000, b"x" * 1_000_000, [0] * 1_000_000, {"x" * 1_000_000: 0}):
+                try:
+                    control.decode(hostile.pack(speaker.message(kind, attempt=0.5) | {name: long}))
+                except ProtocolError as error:
+                    assert len(str(error.as_dict())) < 2000

@@ -32,6 +32,9 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_REQUEST_ID = 256
 """Longest request id, in characters."""
 
+MAX_INSTANCE_ID = 256
+"""Longest instance id, in characters."""
+
 MAX_ERROR_TEXT = 4096
 """Longest code, message, remedy or text among the fields of an error, in characters."""
 
@@ -47,6 +50,7 @@ _Text = Annotated[str, msgspec.Meta(max_length=MAX_ERROR_TEXT)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0, lt=2**56)]
 _RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REQUEST_ID)]
+_InstanceId = Annotated[str, msgspec.Meta(max_length=MAX_INSTANCE_ID)]
 _EngineData = Annotated[bytes, msgspec.Meta(max_length=MAX_ENGINE_DATA_BYTES)]
 
 
@@ -146,8 +150,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
         dst: instance id it is meant for; empty only in a hello and in the answer to something undecodable.
     """
 
-    src: str
-    dst: str
+    src: _InstanceId
+    dst: _InstanceId
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
@@ -364,7 +368,8 @@ def decode(data: bytes) -> AnyMessage:
         cause: Exception = error
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         cause = error
-    raise ProtocolError(f"not a control message: {cause}", got_bytes=len(data), **_attribute(data)) from cause
+    what = str(cause)[:MAX_REQUEST_ID]  # an unknown type is quoted in full, however long
+    raise ProtocolError(f"not a control message: {what}", got_bytes=len(data), **_attribute(data)) from cause
 
 
 def _attribute(data: bytes) -> dict[str, Any]:
@@ -372,8 +377,9 @@ def _attribute(data: bytes) -> dict[str, Any]:
         part = _attribution.decode(data)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
         return {}
-    facts = {"type": part.type, "request": part.request, "attempt": part.attempt}
-    return facts if part.request and part.attempt >= 0 else {}
+    if not 1 <= len(part.request) <= MAX_REQUEST_ID or part.attempt < 0:
+        return {}  # of no attempt; and what an error says may be written to a log
+    return {"type": part.type[:MAX_REQUEST_ID], "request": part.request, "attempt": part.attempt}
 
 
 def check_request_id(request: str) -> None:
