@@ -84,6 +84,7 @@ def test_limits_and_version() -> None:
         "length of a message": control.MAX_MESSAGE_BYTES,
         "`engine_data`": control.MAX_ENGINE_DATA_BYTES,
         "request id": control.MAX_REQUEST_ID,
+        "instance id": control.MAX_INSTANCE_ID,
         "text of an error": control.MAX_ERROR_TEXT,
         "fields of an error": control.MAX_ERROR_BYTES,
         "nesting of an error's fields": control.MAX_ERROR_DEPTH,
