@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcore.builtin.pools.device_copies import Event, Streams, TorchCopyQueue
 from kvcore.builtin.pools.memfd import MemfdArena
 from kvcore.contract import Transport, TransportTraits
 from kvcore.errors import TransferError
@@ -86,6 +89,55 @@ def test_any_pair_of_layouts(
     assert peers.arena.fake.slow == 0
     peers.close()
     assert not peers.arena.fake.pinned
+
+
+class _Now(Event):
+    """Reached: torch on the CPU copies at once."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Streams(Streams):
+    """Of torch on the CPU."""
+
+    def written(self) -> Event:
+        return _Now()
+
+    @contextmanager
+    def copying(self, after: Any) -> Iterator[None]:
+        yield
+
+    def copied(self) -> Event:
+        return _Now()
+
+    def pin(self, memory: Any) -> Callable[[], None]:
+        return lambda: None
+
+    def upload(self, ids: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(ids))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_copies_of_torch(data: st.DataObject, flat: ModuleType, loop: ModuleType, cases: ModuleType) -> None:
+    """The queue of a GPU's arena runs what a read gives it, a few units at a time."""
+
+    class OfTorch(flat.Memory):
+        def queue(self) -> TorchCopyQueue:
+            return TorchCopyQueue(torch.from_numpy(self.data), _Streams(), bounce_bytes=1 << 13)
+
+    src, dst = data.draw(cases.pairs())
+    wire = TransportTraits(executes_programs=False, min_run_bytes=data.draw(st.sampled_from([0, 8, 64, 1024])))
+    ids = [data.draw(st.lists(st.integers(0, 7), min_size=4, max_size=4, unique=True)) for _ in range(2)]
+    made = flat.Peers(src, dst, arena=lambda nbytes: OfTorch(np.zeros(nbytes, np.uint8)), traits=wire)
+    flat.finish(made.read(*ids))
+    made.check(loop, *ids)
+    assert all(staged for _, _, staged in made.client.wire.log)
+    made.close()
 
 
 @pytest.mark.parametrize(("arena", "descriptors"), [("page_major", 1), ("layer_major", 6)])
