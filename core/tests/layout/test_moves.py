@@ -231,6 +231,7 @@ def test_k1_large_arenas(cases: ModuleType) -> None:
     ("src_ids", "dst_ids"),
     [
         ([3, 9, 1, 7, 5], [4, 5, 6, 7, 8]),  # gathered into one stretch
+        ([4, 5, 6, 7, 8], [3, 9, 1, 7, 5]),  # scattered from one stretch
         ([4, 5, 6, 7, 8], [4, 5, 6, 7, 8]),  # one run
         ([3, 9, 1, 7, 5], [9, 2, 6, 1, 3]),  # scattered on both sides
         ([1, 2, 3, 7, 8], [5, 6, 7, 1, 2]),  # two runs

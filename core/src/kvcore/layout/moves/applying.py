@@ -122,6 +122,8 @@ def copy_units(
         views = _views(move, src, dst, units)
         if scattered and move.dense and src_ids.size > 1 and bool((np.diff(dst_ids) == 1).all()):
             _take(*views, src_ids, int(dst_ids[0]))
+        elif scattered and not move.dims and src_ids.size > 1 and bool((np.diff(src_ids) == 1).all()):
+            views[1][dst_ids] = views[0][src_ids[0] : src_ids[0] + src_ids.size]  # one loop of numpy's, not of Python's
         else:
             strided.append(views)
     stops = np.append(starts[1:], src_ids.size)
