@@ -385,6 +385,40 @@ def test_a_failing_io_thread_is_no_silence(kit: ModuleType, pair: Any) -> None:
             host.endpoint.events()
 
 
+@pytest.mark.parametrize("call", ["alive", "fileno"])
+def test_a_transport_that_raises_costs_its_link(
+    kit: ModuleType, hosts: Any, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Whatever its connection raises, at work and at the end: typed, and nothing of ZeroMQ is left behind."""
+    sender, receiver, other = hosts("sender", "s"), hosts("receiver", "r"), hosts("receiver", "q")
+    sender.serve()
+    receiver.connect(sender.endpoint.address)
+    other.connect(sender.endpoint.address)
+    receiver.endpoint.ask("x", {kit.KEY: np.array([7])}, 0, 4)
+    (link,), (wire,) = receiver.endpoint._receiver.links, receiver.endpoint._wires.values()
+    close = link.connection.close
+
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    with receiver.endpoint._lock:
+        if call == "fileno":
+            receiver.endpoint._poller.unregister(wire.conn_fd)
+            wire.conn_fd = None
+        for name in (call, "quiesce", "close"):
+            monkeypatch.setattr(link.connection, name, broken)
+        receiver.endpoint._wake()
+    failed = take(receiver.endpoint, ReceiveFailed)
+    assert isinstance(failed.error, PeerLostError)
+    assert "ZeroDivisionError" in str(failed.error)
+    assert receiver.endpoint.events() == []
+    receiver.endpoint.close()
+    assert receiver.endpoint.events() == []
+    close()
+    sender.endpoint.events()
+    pull(kit, sender, other, "y", [3], [5])
+
+
 def test_a_failing_thread_says_so_before_it_is_logged(
     kit: ModuleType, pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.contract import ReadHandle, ReadJob
+from kvcore.contract import PeerConnection, ReadHandle, ReadJob
 from kvcore.errors import (
     KVCoreError,
     LayoutError,
@@ -287,3 +287,20 @@ def terminal(handle: ReadHandle) -> bool:
         return handle.poll()
     except TransferError:
         return True
+    except Exception:  # noqa: BLE001 -- told when its request failed; it may write still, so its units stay reserved
+        return False
+
+
+def transport_failed(call: str, cause: Exception) -> TransferError:
+    """What a transport has raised, typed: its own TransferError, or one for what its contract does not name."""
+    if isinstance(cause, TransferError):
+        return cause
+    return TransferError("the transport failed", call=call, cause=repr(cause), remedy="see kvcore check")
+
+
+def why_gone(connection: PeerConnection | None) -> str:
+    """Why a sender is lost by what the transport says of its connection; empty where it is not."""
+    try:
+        return "" if connection is None or connection.alive() else "its connection was closed"
+    except Exception as error:  # noqa: BLE001 -- a plugin's bug costs its link, and no other
+        return str(transport_failed("alive", error))

@@ -55,6 +55,8 @@ from kvcore.transfer.session.incoming import (
     not_held,
     not_quiet,
     pull_of,
+    transport_failed,
+    why_gone,
 )
 from kvcore.transfer.session.plan import PeerPlan
 
@@ -247,21 +249,20 @@ class ReceiverSession(Session[ReceiveEvent]):
 
     def tick(self) -> None:
         """Let time pass and look at the reads under way. Call at least once a heartbeat, and whenever one may be done."""
-        alive = self.connection is None or self.connection.alive()  # first: it resets what says that a read has ended
+        gone = why_gone(self.connection)  # first: it resets what says that a read has ended
         self._poll_reads()
         now, options = self._clock(), self.options
         if self.failure is None:
-            if not alive:
-                self.lost("its connection was closed")
+            if gone:
+                self.lost(gone)
             elif self.remote is not None and now - self._heard_at > options.peer_timeout_s:
                 self.lost(f"silent for {options.peer_timeout_s} s")
             elif self.remote is None and now - self._heard_at > options.hello_timeout_s:
                 self._end(no_answer(options.hello_timeout_s))
             elif self.remote is not None and now - self._sent_at >= options.heartbeat_s:
                 self._heartbeat(now)
-        for record in list(self._requests.values()):
-            if record.error is not None:
-                self._settle(record)
+        for record in [record for record in self._requests.values() if record.error is not None]:
+            self._settle(record)
 
     def close(self, reason: str = "receiver closed") -> None:
         """Fail everything and say goodbye. Requests with reads in flight end as these do (``tick``). Idempotent."""
@@ -363,13 +364,14 @@ class ReceiverSession(Session[ReceiveEvent]):
         try:
             if not read.handle.poll():
                 return
-        except TransferError as error:
-            record.reads.remove(read)
-            self._fail(record, error)
+            self.copy_seconds += read.handle.seconds
+        except Exception as error:  # noqa: BLE001 -- a plugin's: only a TransferError says that the read is quiet
+            if isinstance(error, TransferError):
+                record.reads.remove(read)
+            self._fail(record, transport_failed("poll", error))
             return
         record.reads.remove(read)
         self.bytes_read += sum(read.nbytes.values())
-        self.copy_seconds += read.handle.seconds
         if record.error is None:
             self._landed(record, read.offer, read.nbytes)
 

@@ -11,12 +11,13 @@ from zmq.utils.monitor import parse_monitor_message
 from kvcore.contract import PeerConnection, Transport
 from kvcore.errors import ConfigError, HandshakeError, ProtocolError, TransferError
 from kvcore.layout import Int64Array
-from kvcore.log import get_logger
+from kvcore.log import get_logger, plain_trace
 from kvcore.requests.payload import Payload
 from kvcore.transfer.messages import control
 from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.base import Peer, ReceiveEvent, ReceiveFailed, SendEvent, SendFailed, TransferOptions
 from kvcore.transfer.session.checksums import Checks, SenderChecksums
+from kvcore.transfer.session.incoming import transport_failed
 from kvcore.transfer.session.joined import JoinedReceiver, name
 from kvcore.transfer.session.sender import SenderSession
 from kvcore.transfer.wire.access import KeyList
@@ -333,9 +334,17 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
         self._receiver.tick()
         for wire, link in zip(self._wires.values(), self._receiver.links, strict=True):
             if link.connection is not None and wire.conn_fd is None:
-                wire.conn_fd = link.connection.fileno()
-                if wire.conn_fd is not None:
-                    self._poller.register(wire.conn_fd, zmq.POLLIN)
+                self._wait_for(wire, link.connection)
+
+    def _wait_for(self, wire: _Wire, connection: PeerConnection) -> None:
+        try:
+            fd = connection.fileno()
+            if fd is not None:
+                self._poller.register(fd, zmq.POLLIN)
+        except Exception as error:  # noqa: BLE001 -- a plugin's bug costs its link, and no other
+            self._receiver.lost(wire.peer, str(transport_failed("fileno", error)))
+        else:
+            wire.conn_fd = fd
 
     def _watch(self, wire: _Wire) -> None:
         while wire.monitor.poll(0):
@@ -379,7 +388,7 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
     def _quiesce(self) -> bool:
         """Wait until no read touches local memory any more; all connections share one deadline."""
         deadline = time.monotonic() + self._receiver.options.quiesce_s
-        quiet = [item.quiesce(max(0.0, deadline - time.monotonic())) for item in self._connections()]
+        quiet = [_quiet(item, max(0.0, deadline - time.monotonic())) for item in self._connections()]
         return all(quiet)
 
     def _release(self) -> None:
@@ -387,10 +396,21 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
             if wire.conn_fd is not None:
                 self._poller.unregister(wire.conn_fd)
         for connection in self._connections():
-            connection.close()
+            try:
+                connection.close()
+            except Exception as error:  # noqa: BLE001 -- the sockets are to be closed all the same
+                _log.error("the transport failed", call="close", endpoint=self._name, trace=plain_trace(error))
         for wire in self._wires.values():
             wire.dealer.disable_monitor()
             wire.monitor.close()
+
+
+def _quiet(connection: PeerConnection, timeout_s: float) -> bool:
+    try:
+        return connection.quiesce(timeout_s)
+    except Exception as error:  # noqa: BLE001 -- nobody knows: as if its reads went on
+        _log.error("the transport failed", call="quiesce", trace=plain_trace(error))
+        return False
 
 
 __all__ = ["CurveKeys", "EndpointStats", "ReceiverEndpoint", "SenderEndpoint"]
