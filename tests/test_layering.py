@@ -28,7 +28,7 @@ ORDER = """
     requests.integrity requests.manager
     memory memory.tensors memory.uploads memory.constants memory.states memory.pool memory.batch memory.opchecks
     memory.groups memory.paged_attention memory.store
-    transfer transfer.copier
+    transfer transfer.copier transfer.users
     transfer.messages transfer.messages.control transfer.messages.manifest
     transfer.session transfer.session.base transfer.session.sources transfer.session.plan transfer.session.checksums
     transfer.session.outgoing transfer.session.handshake

@@ -250,6 +250,7 @@ def test_an_unknown_override_is_refused_like_a_key() -> None:
         ({"transfer": {"held_fraction": True}}, "transfer.held_fraction"),
         ({"transfer": {"curve_peers": ["peer.key"]}}, "transfer.curve_peers"),
         ({"transfer": {"curve_certificate": "own.key_secret"}}, "transfer.curve_peers"),
+        ({"transfer": {"allow": "everyone"}}, "transfer.allow"),
         ({"retraction": {"policy": "forget"}}, "retraction.policy"),
         ({"plugins": "transformers"}, "plugins"),
         ({"plugins": [1]}, "plugins"),

@@ -83,7 +83,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         transport: name of the transport.
         options: options of that transport, which depend on it; of ``shm``: ``stage_bytes``, ``stage_readers``,
             ``stage_timeout_s``.
-        bind: ZeroMQ address the sender listens on; loopback unless told otherwise.
+        bind: ZeroMQ address the sender listens on; beyond loopback only with keys, or with ``allow`` for anyone.
         checksum: ``crc32`` has every offered unit's bytes checked where they arrive; ``none`` trusts the wire.
         held_fraction: part of a unit range, more than 0 and at most 1, that finished prompts may hold for decode
             processes before no further prompt is admitted.
@@ -97,6 +97,8 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             connects.
         curve_certificate: file with this process's CURVE key pair (``kvcore keys new``); "" is no encryption.
         curve_peers: files with the public certificates of the peers, the only ones that are talked to.
+        allow: whom a sender without keys serves: ``same_user``, processes of its own user on its host, or ``anyone`` who
+            reaches its address.
     """
 
     transport: str = "shm"
@@ -113,6 +115,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hello_timeout_s: Seconds = 10.0
     curve_certificate: str = ""
     curve_peers: tuple[str, ...] = ()
+    allow: Literal["same_user", "anyone"] = "same_user"
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -64,6 +64,23 @@ def test_addresses_that_can_be_listened_on_are_taken(address: str) -> None:
     check_bind(address)
 
 
+@pytest.mark.usefixtures("no_pools")
+@pytest.mark.parametrize("address", ["tcp://*:*", "tcp://0.0.0.0:*"])
+def test_other_hosts_reach_a_sender_only_with_keys_or_where_anyone_may(tmp_path: Path, address: str) -> None:
+    error = refused(ConfigError, bind=address)
+    assert (error.fields["key"], error.fields["got"]) == ("transfer.bind", address)
+    assert "kvcore keys new" in error.remedy
+    public, secret = (str(path) for path in write_pair("a", tmp_path))
+    for allowed in ({"allow": "anyone"}, {"curve_certificate": secret, "curve_peers": [public]}):
+        with pytest.raises(AssertionError, match="memory is allocated"):
+            refused(ConfigError, bind=address, **allowed)
+
+
+@pytest.mark.parametrize(("address", "local"), [("tcp://lo:*", True), ("tcp://127.1.2.3:*", True), ("ipc://*", True)])
+def test_addresses_of_this_host_only(address: str, local: bool) -> None:
+    assert check_bind(address) is local
+
+
 def test_a_port_in_use_is_left_to_whoever_serves(tmp_path: Path) -> None:
     check_bind(f"ipc://{tmp_path}/x")
     with socket.create_server(("127.0.0.1", 0)) as taken:

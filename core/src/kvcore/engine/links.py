@@ -73,14 +73,31 @@ def register(transport: Transport, arenas: Mapping[str, Arena]) -> Registered:
 
 
 def check_transfer(config: Config, registry: Registry, layouts: Mapping[str, Layout]) -> None:
-    """Refuse what could not serve: errors of :func:`open_transport`, :func:`check_bind` and :func:`keys_of`."""
-    check_bind(config.transfer.bind)
+    """Refuse what could not serve: errors of :func:`open_transport`, :func:`check_bind` and :func:`keys_of`.
+
+    Raises:
+        ConfigError: an address that other hosts reach, with no keys and not for anyone.
+    """
+    _check_exposure(config.transfer, local=check_bind(config.transfer.bind))
     keys_of(config.transfer)
     open_transport(config, registry, layouts).close()
 
 
-def check_bind(address: str) -> None:
-    """Refuse an address that a sender could not listen on. A port that is taken now may be free by then.
+def _check_exposure(config: TransferConfig, *, local: bool) -> None:
+    if local or config.curve_certificate or config.allow == "anyone":
+        return
+    raise ConfigError(
+        "without keys a sender is for this host only",
+        key="transfer.bind",
+        got=config.bind,
+        remedy="make keys (kvcore keys new) and configure them, or set transfer.allow to anyone",
+    )
+
+
+def check_bind(address: str) -> bool:
+    """Whether only this host reaches an address, which is refused where a sender could not listen on it.
+
+    A port that is taken now may be free by then.
 
     Raises:
         ConfigError: neither ``tcp://`` with an address or interface of this host and a port, nor ``ipc://`` with a path in
@@ -91,7 +108,7 @@ def check_bind(address: str) -> None:
         folder = Path(rest).parent
         if not rest.startswith(("@", "*")) and not folder.is_dir():
             raise ConfigError("no such folder", key="transfer.bind", got=address, folder=str(folder))
-        return
+        return True
     match = _TCP.fullmatch(address)
     if match is None:
         raise ConfigError("not an address to listen on", key="transfer.bind", got=address, remedy=_REMEDY)
@@ -99,7 +116,7 @@ def check_bind(address: str) -> None:
     if port != "*" and int(port) > 65535:  # ZeroMQ would take the rest of a division
         raise ConfigError("no such port", key="transfer.bind", got=address, port=port, remedy="0 to 65535, or *")
     if host == "*" or _is_loopback(host):
-        return
+        return host != "*"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
         probe.linger = 0
         try:
@@ -109,6 +126,8 @@ def check_bind(address: str) -> None:
             raise ConfigError(
                 "not an address of this host", key="transfer.bind", got=address, host=host, cause=cause, remedy=_REMEDY
             ) from error
+        bound = _TCP.fullmatch(probe.getsockopt_string(zmq.LAST_ENDPOINT))
+        return bound is not None and _is_loopback(bound["host"])  # an interface by its name
 
 
 def _is_loopback(host: str) -> bool:

@@ -85,6 +85,7 @@ class SendSide(Side[SendEvent]):
             bind=config.bind,
             options=options_of(config),
             keys=keys_of(config),
+            allow=config.allow,
             checksums=SenderChecksums(manifest, arrays_of(store)) if config.checksum != "none" else None,
         )
         return cls(endpoint, manager, store, turns=turns, on_close=on_close)

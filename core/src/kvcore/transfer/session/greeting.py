@@ -12,14 +12,18 @@ from kvcore.transfer.messages import control
 from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.base import Clock, Peer, SendEvent, Session, TransferOptions, mistaken
 from kvcore.transfer.session.checksums import SenderChecksums
-from kvcore.transfer.session.handshake import remote_manifest, same_rank
+from kvcore.transfer.session.handshake import refused, remote_manifest, same_rank
 from kvcore.transfer.session.outgoing import PeerState
 
 _log = get_logger("kvcore.transfer.sender")
 
 
 class Greeter(Session[SendEvent]):
-    """The receivers of a sender. What takes long of a hello is deferred, one hello of a peer at a time."""
+    """The receivers of a sender. What takes long of a hello is deferred, one hello of a peer at a time.
+
+    Attributes:
+        discreet: a refused hello is told which field differs, and no value of one's own.
+    """
 
     def __init__(
         self, manifest: Manifest, clock: Clock, options: TransferOptions, checksums: SenderChecksums | None
@@ -30,6 +34,7 @@ class Greeter(Session[SendEvent]):
         self._manifest_bytes = manifest.encode()
         self._peers: dict[Peer, PeerState] = {}
         self._greeted: set[Peer] = set()
+        self.discreet = False
 
     @abstractmethod
     def broken(self, peer: Peer, error: ProtocolError) -> None:
@@ -63,7 +68,7 @@ class Greeter(Session[SendEvent]):
             before = same_rank(self._peers.values(), remote)
         except TransferError as error:
             _log.warning("hello refused", peer=peer.hex(), error=error.as_dict())
-            self._post(peer, control.Refused(**address, error=control.WireError.of(error)))
+            self._post(peer, control.Refused(**address, error=refused(error, discreet=self.discreet)))
             return
         for old in [old for old, state in self._peers.items() if state is before]:
             self._drop(old, PeerLostError("the receiver was restarted", got=remote.instance))

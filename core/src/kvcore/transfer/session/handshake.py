@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvcore.errors import HandshakeError, KVCoreError, ProtocolError
+from kvcore.errors import HandshakeError, KVCoreError, ProtocolError, TransferError
 from kvcore.transfer.messages import control
 from kvcore.transfer.messages.manifest import (
     Manifest,
@@ -58,6 +58,13 @@ def no_answer(hello_timeout_s: float) -> HandshakeError:
         "no answer to the hello", hello_timeout_s=hello_timeout_s,
         remedy="check the address, the CURVE keys, and that the sender runs",
     )  # fmt: skip
+
+
+def refused(error: TransferError, *, discreet: bool) -> control.WireError:
+    """What a peer is told of why its hello is refused; ``discreet``: which field differs, and no value of one's own."""
+    if discreet:
+        error = HandshakeError(error.message, **{key: error.fields[key] for key in ("field",) if key in error.fields})
+    return control.WireError.of(error)
 
 
 def refusal(error: KVCoreError) -> HandshakeError:

@@ -16,6 +16,7 @@ import msgspec
 
 from kvcore.log import get_logger
 from kvcore.transfer.shm.stage_server import Device, Stager
+from kvcore.transfer.users import is_own, unix_uid
 
 _log = get_logger("kvcore.transfer.shm")
 
@@ -41,11 +42,6 @@ class ShmEndpoint(msgspec.Struct, frozen=True):
     arenas: dict[str, int]
     staged: dict[str, int] = {}
     stage_token: bytes = b""
-
-
-def peer_uid(conn: socket.socket) -> int:
-    _, uid, _ = struct.unpack("3i", conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(uid)
 
 
 class ShmServer:
@@ -132,8 +128,8 @@ class ShmServer:
             _log.warning("could not accept a peer", error=str(error))
             time.sleep(_RETRY_S)
             return
-        uid = peer_uid(conn)
-        if uid != os.getuid():
+        uid = unix_uid(conn)
+        if not is_own(uid):
             _log.warning("peer of another user refused", uid=uid)
             conn.close()
             return

@@ -40,10 +40,11 @@ from kvcore.layout.moves import Program
 from kvcore.transfer.copier import Copier, CopyTask, ThreadCopier
 from kvcore.transfer.shm.memfd import Bytes
 from kvcore.transfer.shm.memfd import Mapping as MappedArena
-from kvcore.transfer.shm.server import HEADER, ShmEndpoint, ShmServer, peer_uid
+from kvcore.transfer.shm.server import HEADER, ShmEndpoint, ShmServer
 from kvcore.transfer.shm.stage_reader import StagedJob, StagedReads, StagedTask
 from kvcore.transfer.shm.stage_server import Device
 from kvcore.transfer.shm.windows import Windows, windows_of
+from kvcore.transfer.users import is_own, unix_uid
 
 __all__ = ["ShmConnection", "ShmEndpoint", "ShmTransport"]
 
@@ -85,8 +86,8 @@ class ShmConnection(PeerConnection):
         try:
             self._socket.settimeout(_CONNECT_TIMEOUT_S)
             self._socket.connect("\0" + record.name)
-            if peer_uid(self._socket) != os.getuid():
-                raise TransferError("the peer belongs to another user", uid=peer_uid(self._socket))
+            if not is_own(uid := unix_uid(self._socket)):
+                raise TransferError("the peer belongs to another user", uid=uid)
             self._socket.sendall(record.token)
             data, fds, _, _ = socket.recv_fds(self._socket, HEADER.size, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             while len(data) < HEADER.size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -20,7 +21,8 @@ from kvcore.transfer.session.checksums import Checks, SenderChecksums
 from kvcore.transfer.session.incoming import transport_failed
 from kvcore.transfer.session.joined import JoinedReceiver, name
 from kvcore.transfer.session.sender import SenderSession
-from kvcore.transfer.wire.access import KeyList
+from kvcore.transfer.users import uids_of
+from kvcore.transfer.wire.access import FindUsers, KeyList, SameUser, turned_away
 from kvcore.transfer.wire.budget import HELLO_WEIGHT, Arrived, Budget, Inlet
 from kvcore.transfer.wire.loop import CurveKeys, Endpoint, EndpointStats, awake_clock
 from kvcore.transfer.wire.strangers import Strangers
@@ -45,6 +47,8 @@ class SenderEndpoint(Endpoint[SendEvent]):
         options: times of the protocol.
         keys: CURVE keys, with those of all who may connect, or None for a plain connection.
         checksums: answers those who ask for checksums; needed where the manifest says so.
+        allow: who may connect without keys: processes of the ``same_user`` on this host, or ``anyone``, who is told less.
+        uids: finds the users of who connects; another one in tests only.
 
     Attributes:
         address: what receivers connect to.
@@ -60,9 +64,13 @@ class SenderEndpoint(Endpoint[SendEvent]):
         options: TransferOptions | None = None,
         keys: CurveKeys | None = None,
         checksums: SenderChecksums | None = None,
+        allow: Literal["same_user", "anyone"] = "same_user",
+        uids: FindUsers = uids_of,
     ) -> None:
+        exposed = keys is None and allow == "anyone"
         awake = awake_clock(options)
         self._sender = SenderSession(manifest, clock=awake, options=options, checksums=checksums)
+        self._sender.discreet = exposed
         super().__init__(self._sender, "kvcore-sender", awake)
         with self._or_release("cannot bind the control address", bind):
             self._router = self._socket(zmq.ROUTER, keys)
@@ -70,10 +78,13 @@ class SenderEndpoint(Endpoint[SendEvent]):
             self._key_list = None if keys is None else KeyList(self._context, keys.peers)
             if self._key_list is not None:
                 self._key_list.guard(self._router)
-            self._strangers = Strangers(self._router, self._sender.options.hello_timeout_s)
+            same_user = SameUser(uids) if keys is None and not exposed else None
+            self._strangers = Strangers(self._router, self._sender.options.hello_timeout_s, same_user=same_user)
             self._router.bind(bind)
         self._inlet = Inlet(self._router, routed=True)
         self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        if exposed:
+            _log.warning("whoever reaches this address is served: there are no keys", address=self.address)
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._strangers.monitor, zmq.POLLIN)
         if self._key_list is not None:
@@ -132,6 +143,12 @@ class SenderEndpoint(Endpoint[SendEvent]):
         for item in self._inlet.take():
             fd, peer = item.connection, item.peer
             if self._strangers.is_cut(fd):
+                continue
+            if not self._strangers.admits(fd):
+                self._strangers.cut(fd, peer)
+                with self._lock:
+                    self._note_cut(peer, ProtocolError("of another user, or nobody knows whose"))
+                    self._send(peer, control.encode(turned_away(self._sender.instance, peer)))
                 continue
             over = self._strangers.charge(fd, peer, item.frames, item.nbytes)
             message = self._decode(item.data, peer) if over is None else None

@@ -13,6 +13,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvcore.errors import ProtocolError
 from kvcore.transfer.session.base import Clock, Peer
+from kvcore.transfer.wire.access import SameUser
 from kvcore.transfer.wire.budget import MAX_FIRST_MESSAGES, Budget
 
 MAX_STRANGERS = 128
@@ -41,15 +42,24 @@ class Strangers:
         listener: the socket, before it is bound.
         timeout_s: time to say hello.
         clock: time.
+        same_user: is told who comes and goes, and may refuse them; None where everybody may speak.
 
     Attributes:
         monitor: becomes readable when somebody connects or leaves.
     """
 
-    def __init__(self, listener: zmq.Socket[bytes], timeout_s: float, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        listener: zmq.Socket[bytes],
+        timeout_s: float,
+        clock: Clock = time.monotonic,
+        *,
+        same_user: SameUser | None = None,
+    ) -> None:
         self._listener = listener
         self._timeout_s = timeout_s
         self._clock = clock
+        self._same_user = same_user
         self.monitor = listener.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._addresses: dict[int, object] = {}
         self._since: dict[int, float] = {}  # oldest first
@@ -57,6 +67,13 @@ class Strangers:
         self._welcome: dict[int, Peer] = {}
         self._shares: dict[int, _Share] = {}
         self._cut: dict[int, tuple[float, Peer]] = {}
+
+    def admits(self, fd: int) -> bool:
+        """Whether what comes over a connection is to be listened to."""
+        if self._same_user is None:
+            return True
+        self._watch()  # the descriptor may have become another one's
+        return self._same_user.admits(fd)
 
     def charge(self, fd: int, peer: Peer, messages: int, nbytes: int) -> ProtocolError | None:
         """A message of ``peer`` came over a connection, before it is looked at. The error says that it is too much.
@@ -121,14 +138,18 @@ class Strangers:
 
     def _watch(self) -> None:
         now = self._clock()
-        while self.monitor.poll(0):
+        while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             fd = int(event["value"])
             self._forget(fd)
             if event["event"] == zmq.EVENT_ACCEPTED:
+                if self._same_user is not None:
+                    self._same_user.forget(fd)  # not where one leaves: its last messages may still be read
                 with contextlib.suppress(OSError), _borrowed(fd) as connection:
                     self._addresses[fd] = connection.getpeername()
                     self._since[fd] = now
+                    if self._same_user is not None:
+                        self._same_user.accepted(fd, connection)
 
     def close(self) -> None:
         """Stop watching."""
@@ -141,7 +162,7 @@ class Strangers:
 
     def _shut(self, fd: int) -> None:
         with contextlib.suppress(OSError), _borrowed(fd) as connection:  # it has left by itself
-            if connection.getpeername() == self._addresses[fd]:
+            if connection.getpeername() == self._addresses.get(fd):
                 connection.shutdown(socket.SHUT_RDWR)
         self._forget(fd)
 
