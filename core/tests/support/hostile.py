@@ -34,7 +34,12 @@ def nested(depth: int) -> Any:
     return value
 
 
-DEEP = (nested(20), nested(900), {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": {}}}}}}}}}})
+DEEP = (
+    nested(20),
+    nested(900),
+    msgspec.Raw(b"\x91" * 100_000 + b"\xc0"),
+    {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": {}}}}}}}}}},
+)
 
 
 def units(*ids: int) -> bytes:
@@ -153,7 +158,8 @@ def spoilt(message: Fields, foreign: tuple[Any, ...] = ()) -> Iterator[bytes]:
         yield bytes([whole[0] + 1]) + whole[1:] + pair
         yield pack({name: message[name]})
     yield pack(list(message.values()))
-    yield pack(message | {"new": [1, {"a": 2}]})
+    for value in ([1, {"a": 2}], *DEEP):
+        yield pack(message | {"new": value})
 
 
 def spoilt_once(rng: random.Random, message: Fields) -> bytes:

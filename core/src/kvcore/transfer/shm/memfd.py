@@ -41,7 +41,7 @@ class Mapping:
     """Memory of a peer, mapped read-only. Raises TransferError for a file that is too small or could shrink."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        if os.fstat(fd).st_size < nbytes:
+        if nbytes < 1 or os.fstat(fd).st_size < nbytes:
             raise TransferError("peer's arena is smaller than announced", expected=nbytes, got=os.fstat(fd).st_size)
         if not fcntl.fcntl(fd, _F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             # Reading pages that the owner has cut off would kill this process.

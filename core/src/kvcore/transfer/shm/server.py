@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -24,6 +25,7 @@ _TOKEN_BYTES = 32
 _RETRY_S = 0.05
 _FENCE_POLL_S = 50e-6
 HEADER = struct.Struct("<I")
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
 class ShmEndpoint(msgspec.Struct, frozen=True):
@@ -38,10 +40,10 @@ class ShmEndpoint(msgspec.Struct, frozen=True):
     """
 
     name: str
-    token: bytes
-    arenas: dict[str, int]
-    staged: dict[str, int] = {}
-    stage_token: bytes = b""
+    token: Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
+    arenas: dict[str, _Size]
+    staged: dict[str, _Size] = {}
+    stage_token: Annotated[bytes, msgspec.Meta(max_length=_TOKEN_BYTES)] = b""
 
 
 class ShmServer:

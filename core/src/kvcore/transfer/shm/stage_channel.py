@@ -15,7 +15,7 @@ from kvcore.errors import PeerLostError, TransferError
 from kvcore.layout import Int64Array
 from kvcore.transfer.shm import memfd
 from kvcore.transfer.shm.memfd import Bytes
-from kvcore.transfer.shm.stage_wire import Frames, StageHello, StageReply, StageRequest, frame
+from kvcore.transfer.shm.stage_wire import Frames, StageHello, StageReply, StageRequest, frame, reach
 
 _RECV_BYTES = 1 << 16
 
@@ -37,7 +37,7 @@ class ReaderChannel:
         self._poll.register(cancel, select.POLLIN)
         fds: list[int] = []
         try:
-            self._socket.connect("\0" + name)
+            reach(self._socket, name, timeout_s)
             self._poll.register(self._socket.fileno(), select.POLLIN)
             self._send(token)
             deadline, hello = time.monotonic() + timeout_s, list[bytes]()
@@ -47,7 +47,7 @@ class ReaderChannel:
                 fds += got
                 hello = self._frames.feed(_some(data))
             self._ring = self._attach(msgspec.msgpack.decode(hello[0], type=StageHello), fds)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
             self.close()
             raise PeerLostError("could not reach the peer's staging memory", cause=str(error)) from error
         except BaseException:
@@ -89,7 +89,7 @@ class ReaderChannel:
             for item in self._frames.feed(data):
                 try:
                     reply = msgspec.msgpack.decode(item, type=StageReply)
-                except msgspec.MsgspecError as error:
+                except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                     raise TransferError(f"not an answer of a staging server: {error}") from error
                 self._replies[reply.id] = reply
         reply = self._replies.pop(request)

@@ -87,7 +87,7 @@ class StageChannel:
             return True
         except OSError:
             return False
-        except (msgspec.MsgspecError, ValueError, KVCoreError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError, KVCoreError) as error:
             _log.warning("a reader asked for what cannot be staged", error=str(error))
             return False
         return True

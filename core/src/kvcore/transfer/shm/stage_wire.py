@@ -1,4 +1,4 @@
-"""What travels on a staging channel of ``shm``: frames of msgpack, a length in front (no I/O).
+"""What travels on a staging channel of ``shm``: frames of msgpack, a length in front; and how a socket is reached.
 
 A peer whose arenas cannot be mapped copies units into a ring of shared memory when it is asked to. The reader says which
 bytes of which units, and where in the ring they go; the owner answers when they are there. The ring belongs to one
@@ -7,7 +7,9 @@ reader, so what a reader does not take away is in nobody else's way.
 
 from __future__ import annotations
 
+import socket
 import struct
+import time
 
 import msgspec
 
@@ -15,6 +17,7 @@ from kvcore.errors import ProtocolError
 
 HEADER = struct.Struct("<I")
 MAX_FRAME = 64 << 20
+_RETRY_S = 0.002
 MAX_ASKED = 8
 """Most requests of one reader that are not answered."""
 
@@ -60,6 +63,21 @@ def frame(message: msgspec.Struct) -> bytes:
     """Encode a message with its length."""
     data = msgspec.msgpack.encode(message)
     return HEADER.pack(len(data)) + data
+
+
+def reach(sock: socket.socket, name: str, timeout_s: float) -> None:
+    """Connect to an abstract Unix socket; one that does not block says so where many others are about to, and tries again.
+
+    Raises OSError where nobody listens, and after ``timeout_s`` where the queue was full all the time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return sock.connect("\0" + name)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_RETRY_S)
 
 
 class Frames:

@@ -43,6 +43,7 @@ from kvcore.transfer.shm.memfd import Mapping as MappedArena
 from kvcore.transfer.shm.server import HEADER, ShmEndpoint, ShmServer
 from kvcore.transfer.shm.stage_reader import StagedJob, StagedReads, StagedTask
 from kvcore.transfer.shm.stage_server import Device
+from kvcore.transfer.shm.stage_wire import reach
 from kvcore.transfer.shm.windows import Windows, windows_of
 from kvcore.transfer.users import is_own, unix_uid
 
@@ -85,7 +86,7 @@ class ShmConnection(PeerConnection):
         fds: list[int] = []
         try:
             self._socket.settimeout(_CONNECT_TIMEOUT_S)
-            self._socket.connect("\0" + record.name)
+            reach(self._socket, record.name, _CONNECT_TIMEOUT_S)
             if not is_own(uid := unix_uid(self._socket)):
                 raise TransferError("the peer belongs to another user", uid=uid)
             self._socket.sendall(record.token)
@@ -102,7 +103,7 @@ class ShmConnection(PeerConnection):
             for name, fd in zip(names, fds, strict=True):
                 self._maps[name] = MappedArena(fd, record.arenas[name])
             self._socket.setblocking(False)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise PeerLostError("could not attach to the peer's memory", cause=str(error)) from error
         finally:
             for fd in fds:
@@ -326,7 +327,7 @@ class ShmTransport(Transport):
             raise TransferError("register the local arenas before connecting", closed=self._closed)
         try:
             record = msgspec.msgpack.decode(endpoint, type=ShmEndpoint)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise TransferError(f"not an endpoint record of shm: {error}") from error
         connection = ShmConnection(record, self._arenas, self._copier, stage_timeout_s=self._stage_timeout_s)
         self._connections = [item for item in self._connections if not item.closed] + [connection]
