@@ -15,7 +15,7 @@ from kvcore.transfer.messages import control, manifest
 from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.checksums import MAX_CHECKED_BYTES
 from kvcore.transfer.wire import budget
-from kvcore.transfer.wire.strangers import MAX_STRANGERS
+from kvcore.transfer.wire.strangers import MAX_STRANGERS, MAX_UNSEEN_BYTES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text()
 MESSAGES = {cls.__struct_config__.tag: cls for cls in typing.get_args(control.AnyMessage)}
@@ -91,6 +91,7 @@ def test_limits_and_version() -> None:
         "unit under checksums": MAX_CHECKED_BYTES,
         "connections without a hello": MAX_STRANGERS,
         "messages before an accepted hello": budget.MAX_FIRST_MESSAGES,
+        "bytes without a whole message": MAX_UNSEEN_BYTES,
         "messages unread in a socket": budget.RECEIVE_QUEUE,
         "messages unsent in a socket": budget.SEND_QUEUE,
         "bytes unsent beyond them": budget.MAX_UNSENT_BYTES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -292,6 +293,40 @@ def test_a_stranger_that_floods_is_cut_off(sides: Sides, frames: tuple[bytes, ..
                 sides.pull(receiver, f"x{number}")
     assert slowest < 0.2
     assert sides.sender.stats().peers_cut == 1  # it is closed: nothing comes of it any more
+    assert sides.sender.stats().peers == 1
+
+
+def test_a_message_without_end_is_cut_off(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames that ZeroMQ keeps until the last has come: only the connection itself tells of them."""
+    monkeypatch.setattr("kvcore.transfer.wire.strangers.MAX_UNSEEN_BYTES", 1 << 20)
+    receiver = sides.receiver("r")
+    host, port = sides.sender.address.removeprefix("tcp://").rsplit(":", 1)
+    with socket.create_connection((host, int(port))) as endless:
+        ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+        endless.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(1) + bytes(31))
+        endless.sendall(b"\x04" + bytes([len(ready)]) + ready)
+        frame = b"\x01\x64" + bytes(100)  # one more follows, and one more
+        endless.settimeout(2)
+        deadline = time.monotonic() + 3
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < deadline:
+                endless.sendall(frame * 1000)
+                time.sleep(0.005)
+        assert time.monotonic() < deadline
+    assert sides.sender.stats().peers_cut == 1
+    sides.pull(receiver, "x")
+
+
+def test_many_bytes_in_whole_messages_are_not_without_end(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcore.transfer.wire.strangers.MAX_UNSEEN_BYTES", 3 << 20)
+    monkeypatch.setattr("kvcore.transfer.wire.strangers._LOOK_S", 0.02)
+    mate = sides.greeted("q")
+    renew = tuple(control.Renewal("x" * 200, number) for number in range(100))
+    heartbeat = control.encode(control.Heartbeat(src="q", dst="s", renew=renew))
+    for _ in range(300):
+        mate.send(heartbeat)
+        time.sleep(0.001)
+    assert sides.sender.stats().peers_cut == 0
     assert sides.sender.stats().peers == 1
 
 

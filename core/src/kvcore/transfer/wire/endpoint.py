@@ -23,9 +23,9 @@ from kvcore.transfer.session.joined import JoinedReceiver, name
 from kvcore.transfer.session.sender import SenderSession
 from kvcore.transfer.users import uids_of
 from kvcore.transfer.wire.access import FindUsers, KeyList, SameUser, turned_away
-from kvcore.transfer.wire.budget import HELLO_WEIGHT, Arrived, Budget, Inlet
+from kvcore.transfer.wire.budget import HELLO_WEIGHT, Budget, Inlet
 from kvcore.transfer.wire.loop import CurveKeys, Endpoint, EndpointStats, awake_clock
-from kvcore.transfer.wire.strangers import Strangers
+from kvcore.transfer.wire.strangers import MAX_UNSEEN_BYTES, Strangers
 
 _log = get_logger("kvcore.transfer.wire")
 
@@ -155,20 +155,22 @@ class SenderEndpoint(Endpoint[SendEvent]):
             if isinstance(message, control.Hello) and self._strangers.is_welcome(fd):
                 over = self._strangers.charge(fd, peer, HELLO_WEIGHT, 0)
             if over is not None:
-                self._cut(item, over)
+                self._cut(fd, peer, over)
                 continue
             if message is not None:
                 self._receive(peer, message)
             self._strangers.heard(fd, peer)
+        for fd, peer in [] if self._inlet.more else self._strangers.hoards():
+            self._cut(fd, peer, ProtocolError("peer sends without end", limit_bytes=MAX_UNSEEN_BYTES))
 
-    def _cut(self, item: Arrived, error: ProtocolError) -> None:
+    def _cut(self, fd: int, peer: Peer, error: ProtocolError) -> None:
         """A peer is over its share: its conversation ends, it is told why, and its connection is closed."""
-        self._strangers.cut(item.connection, item.peer)
+        self._strangers.cut(fd, peer)
         self._let_in()
         with self._lock:
-            self._note_cut(item.peer, error)
-            if item.peer in self._sender.peers():
-                self._sender.broken(item.peer, error)
+            self._note_cut(peer, error)
+            if peer in self._sender.peers():
+                self._sender.broken(peer, error)
 
     def _turn(self) -> None:
         if self._key_list is not None:

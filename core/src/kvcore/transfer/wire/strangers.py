@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvcore.errors import ProtocolError
+from kvcore.transfer.messages.control import MAX_MESSAGE_BYTES
 from kvcore.transfer.session.base import Clock, Peer
 from kvcore.transfer.wire.access import SameUser
 from kvcore.transfer.wire.budget import MAX_FIRST_MESSAGES, Budget
@@ -19,6 +21,13 @@ from kvcore.transfer.wire.budget import MAX_FIRST_MESSAGES, Budget
 MAX_STRANGERS = 128
 """Most connections of which none has said hello; the oldest is closed for one more."""
 
+MAX_UNSEEN_BYTES = 3 * MAX_MESSAGE_BYTES
+"""Most bytes over a connection without a whole message: the longest, and what a kernel keeps of those behind it."""
+
+_BYTES_RECEIVED = slice(128, 136)
+"""Where Linux says in its ``tcp_info`` how many bytes have come over a connection."""
+
+_LOOK_S = 0.25
 _LAST_WORDS_S = 0.1
 """A connection that is cut stays for so long, unread, that what was sent last can reach its other end."""
 
@@ -30,6 +39,7 @@ class _Share:
     peer: Peer
     budget: Budget
     first: int = 0
+    messages: int = 0
 
 
 class Strangers:
@@ -67,6 +77,8 @@ class Strangers:
         self._welcome: dict[int, Peer] = {}
         self._shares: dict[int, _Share] = {}
         self._cut: dict[int, tuple[float, Peer]] = {}
+        self._seen: dict[int, tuple[int, int]] = {}  # messages, and bytes received when the last of them was noted
+        self._looked_at = clock()
 
     def admits(self, fd: int) -> bool:
         """Whether what comes over a connection is to be listened to."""
@@ -87,6 +99,7 @@ class Strangers:
         share = self._shares.get(fd)
         if share is None or share.peer != peer:
             share = self._shares[fd] = _Share(peer, Budget(self._clock))
+        share.messages += 1
         if fd not in self._welcome:
             share.first += messages
             if share.first > MAX_FIRST_MESSAGES:
@@ -104,6 +117,28 @@ class Strangers:
     def cut_peers(self) -> list[Peer]:
         """Who was cut off and is not closed yet."""
         return [peer for _, peer in self._cut.values()]
+
+    def hoards(self) -> list[tuple[int, Peer]]:
+        """Connections over which more than :data:`MAX_UNSEEN_BYTES` came without a whole message, and whose they are.
+
+        ZeroMQ keeps all frames of a message until the last has come, however many. To be called when the socket has given
+        what it had; looks only now and then.
+        """
+        now = self._clock()
+        if now - self._looked_at < _LOOK_S:
+            return []
+        self._looked_at = now
+        found = []
+        for fd in [fd for fd in self._addresses if fd not in self._cut]:
+            share = self._shares.get(fd)
+            messages = share.messages if share is not None else 0
+            before = self._seen.get(fd, (0, 0))
+            received = _bytes_received(fd)
+            if messages != before[0]:
+                self._seen[fd] = (messages, received)
+            elif received - before[1] > MAX_UNSEEN_BYTES:
+                found.append((fd, share.peer if share is not None else b""))
+        return found
 
     def is_welcome(self, fd: int) -> bool:
         """Whether a connection belongs to a conversation."""
@@ -157,7 +192,7 @@ class Strangers:
         self.monitor.close()
 
     def _forget(self, fd: int) -> None:
-        for known in (self._addresses, self._since, self._spoke, self._welcome, self._shares, self._cut):
+        for known in (self._addresses, self._since, self._spoke, self._welcome, self._shares, self._cut, self._seen):
             known.pop(fd, None)
 
     def _shut(self, fd: int) -> None:
@@ -165,6 +200,13 @@ class Strangers:
             if connection.getpeername() == self._addresses.get(fd):
                 connection.shutdown(socket.SHUT_RDWR)
         self._forget(fd)
+
+
+def _bytes_received(fd: int) -> int:
+    with contextlib.suppress(OSError), _borrowed(fd) as connection:  # it has left, or is none of TCP
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.stop)
+        return int.from_bytes(info[_BYTES_RECEIVED], sys.byteorder)
+    return 0
 
 
 @contextlib.contextmanager
