@@ -608,6 +608,16 @@ def test_a_plain_sender_gets_no_receiver_with_keys(hosts: Any) -> None:
         hosts("receiver", "r").connect(address, keys=keys(ring, "r", "s"))
 
 
+def test_another_users_receiver_is_refused_at_once(hosts: Any) -> None:
+    address = hosts("sender", "s").serve(uids=lambda callers: {}).address
+    began = time.monotonic()
+    with pytest.raises(HandshakeError, match="not welcome") as caught:
+        hosts("receiver", "r").connect(address)
+    assert time.monotonic() - began < 1
+    assert "kvcore keys new" in caught.value.remedy
+    assert caught.value.fields == {}
+
+
 def test_curve_keys_are_checked(hosts: Any) -> None:
     ring = keyring("r", "s", "t")
     for given in [(b"short", b"x" * 40, (b"x" * 40,)), (b"x" * 40, b"x" * 40, (b"short",)), (b"x" * 40, b"x" * 40, ())]:
