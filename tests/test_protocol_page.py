@@ -83,6 +83,7 @@ def test_limits_and_version() -> None:
     limits = {
         "length of a message": control.MAX_MESSAGE_BYTES,
         "`engine_data`": control.MAX_ENGINE_DATA_BYTES,
+        "token of a request": control.MAX_TOKEN_BYTES,
         "request id": control.MAX_REQUEST_ID,
         "instance id": control.MAX_INSTANCE_ID,
         "text of an error": control.MAX_ERROR_TEXT,

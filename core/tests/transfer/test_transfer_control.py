@@ -36,7 +36,7 @@ def messages(kit: ModuleType) -> list[control.Message]:
         control.Welcome(**at, protocol=(1, 0), manifest=b"m"),
         control.Refused(**at, error=error),
         control.Taken(**at, groups={"full": (part,)}),
-        control.Ask(**about, start=0, stop=5, layerwise=True),
+        control.Ask(**about, start=0, stop=5, layerwise=True, token=b"t"),
         control.Offer(**about, seq=0, start=0, stop=5, payloads=(kit.payload([1, 2], 0).of_layers([0, 3]),), last=True),
         control.Pulled(**about, seq=0, nbytes={"full/kv": 4096}),
         control.PulledAll(**about, nbytes={"full/kv": 4096}, units=(kit.payload([1, 2], 0),)),

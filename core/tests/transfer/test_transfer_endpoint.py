@@ -504,7 +504,11 @@ def test_silent_peers_are_lost(kit: ModuleType, hosts: Any) -> None:
     mute.connect(sender.endpoint.address)
     mute.send(control.encode(control.Hello(src="r", dst="", protocol=(1, 0), manifest=receiver.manifest.encode())))
     assert isinstance(control.decode(mute.recv()), control.Welcome)
-    mute.send(control.encode(control.Ask(src="r", dst="s", request="x", attempt=1, start=0, stop=4, layerwise=False)))
+    mute.send(
+        control.encode(
+            control.Ask(src="r", dst="s", request="x", attempt=1, start=0, stop=4, layerwise=False, token=b"")
+        )
+    )
     sender.endpoint.begin("x", 4)
     started = time.monotonic()
     failed = take(sender.endpoint, SendFailed)
@@ -521,7 +525,11 @@ def test_a_cut_connection_is_noticed_by_the_next_heartbeat(kit: ModuleType, host
     peer.connect(sender.endpoint.address)
     peer.send(control.encode(control.Hello(src="r", dst="", protocol=(1, 0), manifest=receiver.manifest.encode())))
     peer.recv()
-    peer.send(control.encode(control.Ask(src="r", dst="s", request="x", attempt=1, start=0, stop=4, layerwise=False)))
+    peer.send(
+        control.encode(
+            control.Ask(src="r", dst="s", request="x", attempt=1, start=0, stop=4, layerwise=False, token=b"")
+        )
+    )
     sender.endpoint.begin("x", 4)
     while not sender.endpoint._sender._requests["x"].readers:
         time.sleep(0.01)

@@ -253,7 +253,11 @@ def test_a_burst_of_an_honest_peer_passes(sides: Sides) -> None:
 def test_a_peer_that_takes_nothing_is_lost(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "MAX_UNSENT_BYTES", 1000)
     mute = sides.greeted("r")
-    mute.send(control.encode(control.Ask(src="r", dst="s", request="x", attempt=1, start=0, stop=4, layerwise=False)))
+    mute.send(
+        control.encode(
+            control.Ask(src="r", dst="s", request="x", attempt=1, start=0, stop=4, layerwise=False, token=b"")
+        )
+    )
     sides.sender.begin("x", 4)
     monkeypatch.setattr(sides.sender._unsent, "_send", full)
     failed = None
@@ -336,7 +340,11 @@ def test_a_peer_over_its_share_loses_its_conversation_and_nobody_else(
     receiver, mate = sides.receiver("r"), sides.greeted("q")
     monkeypatch.setattr(budget, "MESSAGES_PER_S", 200)
     monkeypatch.setattr(budget, "BURST_S", 1)
-    mate.send(control.encode(control.Ask(src="q", dst="s", request="y", attempt=1, start=0, stop=4, layerwise=False)))
+    mate.send(
+        control.encode(
+            control.Ask(src="q", dst="s", request="y", attempt=1, start=0, stop=4, layerwise=False, token=b"")
+        )
+    )
     sides.sender.begin("y", 4)
     heartbeat = control.encode(control.Heartbeat(src="q", dst="s"))
     for _ in range(400):

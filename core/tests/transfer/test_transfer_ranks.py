@@ -238,7 +238,7 @@ def test_a_rank_of_another_engine_is_refused(ranks: ModuleType, net: Any) -> Non
     stranger = msgspec.structs.replace(hello, instance="q0", ranks=Ranks("Q", 0, 2))
     net.sending[0].handle(b"q0", control.Hello(src="q0", dst="", protocol=(1, 0), manifest=stranger.encode()))
     net.sending[0].handle(
-        b"q0", control.Ask(src="q0", dst="s0", request="x", attempt=1, start=0, stop=TOKENS, layerwise=False)
+        b"q0", control.Ask(src="q0", dst="s0", request="x", attempt=1, start=0, stop=TOKENS, layerwise=False, token=b"")
     )
     abort = [message for peer, message in net.sending[0].outbox() if peer == b"q0"][-1]
     assert isinstance(abort, control.Abort)

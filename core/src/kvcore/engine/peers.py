@@ -101,8 +101,11 @@ class SendSide(Side[SendEvent]):
         return self._endpoint.address
 
     @in_turn
-    def begin(self, request_id: str, num_tokens: int) -> None:
+    def begin(self, request_id: str, num_tokens: int, *, token: bytes = b"") -> None:
         """Announce a request of ``num_tokens`` prompt tokens; asks for it are answered from now on.
+
+        With a ``token`` (at most 256 bytes, such as a random one that the router hands to both engines) only asks that
+        bring the same are answered: an id alone takes nothing.
 
         Raises EmptyPromptError for no tokens, DuplicateRequestError while an earlier request of that id is not over.
         """
@@ -114,7 +117,7 @@ class SendSide(Side[SendEvent]):
                 remedy="announce it once its prompt is known",
             )
         self._drain()  # an event of an earlier request of this id must not release the new one
-        self._endpoint.begin(request_id, num_tokens)
+        self._endpoint.begin(request_id, num_tokens, token)
         self._totals[request_id] = num_tokens
 
     @in_turn
@@ -297,8 +300,8 @@ class ReceiveSide(Side[ReceiveEvent]):
         return bool(self._filling)
 
     @in_turn
-    def ask(self, request_id: str, num_tokens: int) -> None:
-        """Allocate units for a prompt and pull it as it is computed.
+    def ask(self, request_id: str, num_tokens: int, *, token: bytes = b"") -> None:
+        """Allocate units for a prompt and pull it as it is computed; ``token`` as the prefill engine has begun it with.
 
         Raises what ``admit`` raises (EmptyPromptError, PromptTooLongError, DuplicateRequestError, CapacityError) and
         PeerLostError; nothing is held then. :class:`ReceiveDone` makes the request ready to decode.
@@ -308,7 +311,7 @@ class ReceiveSide(Side[ReceiveEvent]):
         self._manager.admit(request_id, num_tokens, external=True)
         try:
             tables = self._manager.destinations(request_id, num_tokens)
-            self._endpoint.ask(request_id, tables, 0, num_tokens)
+            self._endpoint.ask(request_id, tables, 0, num_tokens, token)
         except BaseException:
             self._manager.release(request_id)
             raise

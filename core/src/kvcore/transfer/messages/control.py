@@ -26,6 +26,9 @@ PROTOCOL: tuple[int, int] = (1, 0)
 MAX_ENGINE_DATA_BYTES = 64 * 1024
 """Most opaque bytes an engine may attach to a request."""
 
+MAX_TOKEN_BYTES = 256
+"""Longest token of a request."""
+
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Longest control message; longer ones are refused by both ends."""
 
@@ -51,6 +54,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0, lt=2**56)]
 _RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REQUEST_ID)]
 _InstanceId = Annotated[str, msgspec.Meta(max_length=MAX_INSTANCE_ID)]
+_Token = Annotated[bytes, msgspec.Meta(max_length=MAX_TOKEN_BYTES)]
 _EngineData = Annotated[bytes, msgspec.Meta(max_length=MAX_ENGINE_DATA_BYTES)]
 
 
@@ -206,7 +210,7 @@ class Ask(Message, frozen=True, kw_only=True, tag="ask"):
     """Receiver → sender: tokens ``[start, stop)`` of a request are wanted, under a new attempt number.
 
     With ``start == stop`` nothing is read from this rank: it gets one empty last offer when the prompt is complete.
-    ``layerwise``: offers of single layers are welcome.
+    ``layerwise``: offers of single layers are welcome. ``token``: what the sender's engine has begun the request with.
     """
 
     request: _RequestId
@@ -214,6 +218,7 @@ class Ask(Message, frozen=True, kw_only=True, tag="ask"):
     start: _Count
     stop: _Count
     layerwise: bool
+    token: _Token
 
 
 class Offer(Message, frozen=True, kw_only=True, tag="offer"):
@@ -386,3 +391,12 @@ def check_request_id(request: str) -> None:
     """Raise RequestError for an id that no message could carry."""
     if not isinstance(request, str) or not 1 <= len(request) <= MAX_REQUEST_ID:
         raise RequestError("not a request id", got=request, expected=f"text of 1 to {MAX_REQUEST_ID} characters")
+
+
+def check_token(request: str, token: bytes) -> None:
+    """Raise RequestError for a token that no message could carry."""
+    if not isinstance(token, bytes) or len(token) > MAX_TOKEN_BYTES:
+        raise RequestError(
+            "not a token", request=request, expected=f"at most {MAX_TOKEN_BYTES} bytes",
+            got=f"{len(token)} bytes" if isinstance(token, bytes) else type(token).__name__,
+        )  # fmt: skip

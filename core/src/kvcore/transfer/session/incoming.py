@@ -95,7 +95,7 @@ class Incoming:
         """What a heartbeat says of it."""
         return control.Renewal(self.request, self.attempt)
 
-    def ask(self, address: Mapping[str, str], *, layerwise: bool) -> control.Ask:
+    def ask(self, address: Mapping[str, str], *, layerwise: bool, token: bytes) -> control.Ask:
         """The message that asks for it."""
         return control.Ask(
             **address,
@@ -104,6 +104,7 @@ class Incoming:
             start=self.start,
             stop=self.stop,
             layerwise=layerwise,
+            token=token,
         )
 
     def pulled(self, address: Mapping[str, str], offer: control.Offer, nbytes: dict[str, int]) -> control.Pulled:
@@ -166,8 +167,10 @@ def not_quiet(quiesce_s: float) -> TransferError:
     return TransferError("the transport cannot say that its reads have ended; it is retired", quiesce_s=quiesce_s)
 
 
-def check_span(request: str, start: int, stop: int) -> None:
-    """Raise RequestError for what is no token range."""
+def check_ask(request: str, start: int, stop: int, token: bytes) -> None:
+    """Raise RequestError for what cannot be asked."""
+    control.check_request_id(request)
+    control.check_token(request, token)
     if not 0 <= start <= stop:
         raise RequestError("not a token range", request=request, start=start, stop=stop)
 

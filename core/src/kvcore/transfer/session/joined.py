@@ -128,7 +128,9 @@ class JoinedReceiver(Session[ReceiveEvent]):
         for link in self.links:
             link.hello()
 
-    def ask(self, request: str, tables: Mapping[tuple[str, str], Int64Array], start: int, stop: int) -> int:
+    def ask(
+        self, request: str, tables: Mapping[tuple[str, str], Int64Array], start: int, stop: int, token: bytes = b""
+    ) -> int:
         """Ask every rank of the sender for its part of tokens ``[start, stop)``; see :meth:`ReceiverSession.ask`."""
         if request in self._joints:
             raise DuplicateRequestError("request is being received already", request=request)
@@ -149,7 +151,7 @@ class JoinedReceiver(Session[ReceiveEvent]):
         joint = _Joint(request, self._attempts, stop, reading, tokens=dict.fromkeys(reading, 0))
         try:
             for number, (link, part) in enumerate(zip(self.links, parts, strict=True)):
-                link.ask(request, part, start if number in reading else stop, stop)
+                link.ask(request, part, start if number in reading else stop, stop, token)
                 joint.asked.add(number)
         except KVCoreError:
             for number in joint.asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,7 @@ class Ask:
     stop: int
     layerwise: bool
     asked_at: float
+    token: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Outgoing:
 
     request: str
     num_tokens: int
+    token: bytes = b""
     offers: list[Offered] = field(default_factory=list)
     offered_tokens: int = 0
     ends: Ends = field(default_factory=dict)
@@ -218,7 +221,12 @@ def check_payloads(manifest: Manifest, record: Outgoing, payloads: Sequence[Payl
 
 
 def check_ask(record: Outgoing, ask: Ask) -> None:
-    """Raise TransferError for an ask of another prompt's length."""
+    """Raise TransferError for an ask without the request's token, or of another prompt's length."""
+    if not hmac.compare_digest(record.token, ask.token):  # in a time that does not tell how much of it is right
+        raise TransferError(
+            "the request has another token", request=record.request,
+            remedy="ask with the token that the prefill engine has begun the request with",
+        )  # fmt: skip
     if not ask.start <= ask.stop == record.num_tokens:
         raise TransferError(
             "ask does not fit the prompt", request=record.request, start=ask.start, stop=ask.stop,

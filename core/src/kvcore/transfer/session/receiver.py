@@ -46,10 +46,10 @@ from kvcore.transfer.session.incoming import (
     Incoming,
     Orphans,
     Read,
+    check_ask,
     check_commit,
     check_complete,
     check_offer,
-    check_span,
     check_tables,
     not_connected,
     not_held,
@@ -139,7 +139,9 @@ class ReceiverSession(Session[ReceiveEvent]):
         if self.manifest.checksum != "none":
             self._post(control.Taken(**self._address(), groups=pack_sources(plan.sources)))
 
-    def ask(self, request: str, tables: Mapping[tuple[str, str], Int64Array], start: int, stop: int) -> int:
+    def ask(
+        self, request: str, tables: Mapping[tuple[str, str], Int64Array], start: int, stop: int, token: bytes = b""
+    ) -> int:
         """Ask for tokens ``[start, stop)`` of a request; returns the attempt number.
 
         Args:
@@ -149,19 +151,19 @@ class ReceiverSession(Session[ReceiveEvent]):
                 ranges are named, unless ``start == stop``: then nothing is pulled and the tables may be empty.
             start: tokens already here; only decides how much must be covered.
             stop: length of the prompt.
+            token: what the sender's engine has begun the request with.
 
         Raises PeerLostError without a sender, DuplicateRequestError, RequestError; nothing is sent on error.
         """
-        control.check_request_id(request)
         if self.plan is None or self.failure is not None:
             raise not_connected("a sender", request, self.failure)
         if request in self._requests:
             raise DuplicateRequestError("request is being received already", request=request)
-        check_span(request, start, stop)
+        check_ask(request, start, stop, token)
         taken, missing = check_tables(self.plan, request, tables, complete=start < stop)
         self._attempts += 1
         record = self._requests[request] = Incoming(request, self._attempts, start, stop, taken, missing)
-        self._post(record.ask(self._address(), layerwise=self._layerwise))
+        self._post(record.ask(self._address(), layerwise=self._layerwise, token=token))
         return self._attempts
 
     def accept(self, request: str) -> None:

@@ -77,17 +77,19 @@ class SenderSession(Greeter):
 
     # --- the engine's calls ---
 
-    def begin(self, request: str, num_tokens: int) -> None:
+    def begin(self, request: str, num_tokens: int, token: bytes = b"") -> None:
         """Announce a request of ``num_tokens`` prompt tokens. An ask for it may have come already, or come later.
 
-        Raises DuplicateRequestError where the id is in use; the first holder is untouched.
+        Only asks with the same ``token`` are answered. Raises DuplicateRequestError where the id is in use; the first
+        holder is untouched.
         """
         control.check_request_id(request)
+        control.check_token(request, token)
         if num_tokens < 0:
             raise RequestError("a prompt cannot have a negative length", request=request, got=num_tokens)
         if request in self._requests:
             raise DuplicateRequestError("request is being sent already", request=request)
-        record = self._requests[request] = Outgoing(request, num_tokens)
+        record = self._requests[request] = Outgoing(request, num_tokens, token)
         for ask in self._waiting.begin(request):
             self._attach(record, ask)
 
@@ -269,7 +271,7 @@ class SenderSession(Greeter):
             if peer != culprit and not reader.acked:
                 self._tell(record.request, reader.asker, error)
         if not record.everyone_asked:
-            self._waiting.end(record.request, error, told)
+            self._waiting.end(record.request, error, told, record.token)
         self._events.append(SendFailed(record.request, error))
 
     def _unask(self, request: str, ask: Ask, error: KVCoreError, *, culprit: Peer | None = None) -> None:
@@ -293,17 +295,18 @@ class SenderSession(Greeter):
 
     def _ask(self, peer: Peer, state: PeerState, message: control.Ask) -> None:
         asker = Asker(peer, message.attempt)
-        ask = Ask(asker, state.engine, message.start, message.stop, message.layerwise, self._clock())
+        ask = Ask(asker, state.engine, message.start, message.stop, message.layerwise, self._clock(), message.token)
         record = self._requests.get(message.request)
         holder = self._waiting.get(message.request, peer) if record is None else record.readers.get(peer)
         if holder is not None and holder.asker == ask.asker:
             return  # said twice
-        others = {record.engine} if record is not None and record.engine else self._waiting.engines(message.request)
+        waiting = self._waiting.engines(message.request, ask.token)
+        others = {record.engine} if record is not None and record.engine else waiting
         if holder is not None or (others and others != {ask.engine}):
             error = DuplicateRequestError("request is being pulled already", request=message.request)
             self._tell(message.request, asker, error)
             return
-        ended = None if record is not None else self._waiting.end_for(message.request, state)
+        ended = None if record is not None else self._waiting.end_for(message.request, state, ask.token)
         if ended is not None:
             self._tell(message.request, asker, ended)
         elif record is not None:

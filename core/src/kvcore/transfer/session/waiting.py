@@ -19,10 +19,12 @@ class _Ended:
     Attributes:
         error: why.
         told: ``(engine, rank)`` of those who know.
+        token: of the request; others are not told.
     """
 
     error: KVCoreError
     told: set[tuple[str, int]]
+    token: bytes
 
 
 class Waiting:
@@ -41,9 +43,9 @@ class Waiting:
         """A peer's ask."""
         return self._asks.get(request, {}).get(peer)
 
-    def engines(self, request: str) -> set[str]:
-        """Engines whose ranks have asked."""
-        return {ask.engine for ask in self._asks.get(request, {}).values()}
+    def engines(self, request: str, token: bytes) -> set[str]:
+        """Engines whose ranks have asked with this token. Who asks with another one cannot keep them from it."""
+        return {ask.engine for ask in self._asks.get(request, {}).values() if ask.token == token}
 
     def add(self, request: str, ask: Ask) -> None:
         """Remember an ask."""
@@ -65,16 +67,21 @@ class Waiting:
         """Every ask that is as old as that."""
         return [(request, a) for request, asks in self._asks.items() for a in asks.values() if a.asked_at <= when]
 
-    def end(self, request: str, error: KVCoreError, told: set[tuple[str, int]]) -> None:
+    def end(self, request: str, error: KVCoreError, told: set[tuple[str, int]], token: bytes) -> None:
         """A request ended before everybody had asked: an ask still on its way need not wait for a second begin."""
-        self._ended[request] = _Ended(error, told)
+        self._ended[request] = _Ended(error, told, token)
         while len(self._ended) > _MAX_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    def end_for(self, request: str, state: PeerState) -> KVCoreError | None:
+    def end_for(self, request: str, state: PeerState, token: bytes) -> KVCoreError | None:
         """How the request ended that a rank asks for, once for every rank; None where it has not."""
         ended, who = self._ended.get(request), (state.engine, state.rank)
-        if ended is None or who in ended.told or any(engine != state.engine for engine, _ in ended.told):
+        if (
+            ended is None
+            or ended.token != token
+            or who in ended.told
+            or any(engine != state.engine for engine, _ in ended.told)
+        ):
             return None
         ended.told.add(who)
         if len(ended.told) == state.num_ranks:

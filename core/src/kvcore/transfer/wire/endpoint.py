@@ -91,10 +91,10 @@ class SenderEndpoint(Endpoint[SendEvent]):
             self._poller.register(self._key_list.socket, zmq.POLLIN)
         self._thread.start()
 
-    def begin(self, request: str, num_tokens: int) -> None:
+    def begin(self, request: str, num_tokens: int, token: bytes = b"") -> None:
         """See :meth:`SenderSession.begin`."""
         with self._call():
-            self._sender.begin(request, num_tokens)
+            self._sender.begin(request, num_tokens, token)
 
     def offer(
         self,
@@ -292,10 +292,12 @@ class ReceiverEndpoint(Endpoint[ReceiveEvent]):
         with self._first():
             return self._receiver.connected and self._failure is None and not self._stopping
 
-    def ask(self, request: str, tables: Mapping[tuple[str, str], Int64Array], start: int, stop: int) -> int:
+    def ask(
+        self, request: str, tables: Mapping[tuple[str, str], Int64Array], start: int, stop: int, token: bytes = b""
+    ) -> int:
         """See :meth:`ReceiverSession.ask`."""
         with self._call():
-            return self._receiver.ask(request, tables, start, stop)
+            return self._receiver.ask(request, tables, start, stop, token)
 
     def abort(self, request: str, reason: str) -> None:
         """See :meth:`ReceiverSession.abort`."""
