@@ -93,7 +93,7 @@ class Speaker:
                 }
                 base |= {"groups": {"full": [part]}}
             case "ask":
-                base |= about | {"start": 0, "stop": self.stop, "layerwise": True}
+                base |= about | {"start": 0, "stop": self.stop, "layerwise": True, "token": b""}
             case "offer":
                 base |= about | {
                     "seq": 0, "start": 0, "stop": self.stop, "payloads": [payload((11, 12))], "last": True,
