@@ -191,10 +191,6 @@ class ReceiverSession(Session[ReceiveEvent]):
         """Whether a request is asked for and not over."""
         return request in self._requests
 
-    def requests(self) -> tuple[tuple[str, int], ...]:
-        """``(request, attempt)`` of what is asked for and not over."""
-        return tuple((record.request, record.attempt) for record in self._requests.values())
-
     @property
     def reads_in_flight(self) -> int:
         """Reads that are not terminal."""
