@@ -22,37 +22,46 @@ from rich.progress import Progress
 from rich.table import Table
 
 SUPPORT = Path(__file__).resolve().parents[1] / "core" / "tests" / "support"
-NEVER = ("wrong bytes", "lost units", "broken rule", "unexpected error")
+NEVER = ("wrong bytes", "lost units", "broken rule", "unexpected error", "left behind")
 
 
 def main() -> None:
     """Run rounds; exit with 1 where something happened that must never happen."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--rounds", type=int, help="500, or 16 with --processes")
+    parser.add_argument("--processes", action="store_true", help="real processes: killed, stopped, started again")
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     # What a simulated peer does wrong is logged as it would be in production: thousands of warnings.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     sys.path.insert(0, str(SUPPORT))
-    rounds = importlib.import_module("chaos.rounds")
-    started = time.process_time()
+    rounds = importlib.import_module("chaos.processes" if options.processes else "chaos.rounds")
+    number = options.rounds or (16 if options.processes else 500)
+    clock = time.monotonic if options.processes else time.process_time
+    started = clock()
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("rounds", total=options.rounds)
-        seeds = range(options.seed, options.seed + options.rounds)
-        report = rounds.run(seeds, tell=lambda: progress.advance(task))
-    seconds = time.process_time() - started
+        task = progress.add_task("rounds", total=number)
+        if options.processes:
+            report = rounds.run(number, options.seed, tell=lambda: progress.advance(task))
+        else:
+            report = rounds.run(range(options.seed, options.seed + number), tell=lambda: progress.advance(task))
+    seconds = clock() - started
     if options.json:
-        print(json.dumps({**dataclasses.asdict(report), "cpu_seconds": seconds}, indent=2))
+        print(
+            json.dumps(
+                {**dataclasses.asdict(report), "seconds" if options.processes else "cpu_seconds": seconds}, indent=2
+            )
+        )
     else:
-        _show(report, seconds)
+        _show(report, "seconds" if options.processes else "CPU seconds", seconds)
     sys.exit(bool(report.violations))
 
 
-def _show(report: Any, seconds: float) -> None:
+def _show(report: Any, unit: str, seconds: float) -> None:
     table = Table("what", "count")
     table.add_row("rounds", str(report.rounds))
-    table.add_row("CPU seconds", f"{seconds:.0f}")
+    table.add_row(unit, f"{seconds:.0f}")
     for title, counts in (("outcomes", report.outcomes), ("faults", report.faults)):
         table.add_section()
         table.add_row(f"[bold]{title}", "")
@@ -66,7 +75,7 @@ def _show(report: Any, seconds: float) -> None:
     console.print(table)
     for line in report.words:
         console.print(line, markup=False)
-    if report.violations and report.rounds == 1:
+    if report.story and report.violations and report.rounds == 1:
         console.print("\n".join(report.story), markup=False)
 
 

@@ -5,6 +5,7 @@ Both kinds answer every command with one message. What they receive, they check 
 
 from __future__ import annotations
 
+import signal
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,9 +30,10 @@ Prompt = tuple[str, int, int]
 """Request, number, length: every value that is stored names the number and the token."""
 
 
-def _cache() -> KVCache:
+def _cache(**options: str) -> KVCache:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     torch.set_num_threads(1)
-    config = load_config(None, {"cache.page_size": PAGE, "cache.memory": "256KiB", **TIMES})
+    config = load_config(None, {"cache.page_size": PAGE, "cache.memory": "256KiB", **TIMES, **options})
     cache = KVCache.create(MODEL, config, load_plugins(config))
     cache.store.pools["full"].arena.array()[:] = 0xFF
     cache.poison_freed = True
@@ -48,9 +50,9 @@ def _is_empty(cache: KVCache) -> bool:
     return all(part.free == part.capacity for part in cache.stats().manager.ranges)
 
 
-def prefill(pipe: Connection) -> None:
-    """``serve PROMPTS``, ``settle``; the first message is the address."""
-    with _cache() as cache:
+def prefill(pipe: Connection, address: str = "") -> None:
+    """``serve PROMPTS``, ``settle``; the first message is the address, which is ``address`` where that is given."""
+    with _cache(**({"transfer.bind": address} if address else {})) as cache:
         side = cache.serve()
         pipe.send(side.address)
         owed: set[str] = set()
@@ -140,7 +142,13 @@ def _settle(cache: KVCache, side: ReceiveSide, owed: dict[str, Prompt]) -> tuple
                 prompt = owed.pop(event.request)
                 ended.append(type(event).__name__)
                 if isinstance(event, ReceiveDone):
-                    if not _is_right(cache, prompt, event):
+                    right = _is_right(cache, prompt, event)
+                    handle = cache.retract(event.request)
+                    if not handle.recompute:
+                        cache.resume(handle)
+                        right = right and _is_right(cache, prompt, event)
+                        ended.append("retracted and resumed")
+                    if not right:
                         ended.append("wrong bytes")
                     cache.release(event.request)
     return ended, sorted(owed)
