@@ -30,9 +30,9 @@ ORDER = """
     memory.groups memory.paged_attention memory.store
     transfer transfer.copier transfer.users
     transfer.messages transfer.messages.control transfer.messages.manifest
-    transfer.session transfer.session.base transfer.session.sources transfer.session.plan transfer.session.checksums
-    transfer.session.outgoing transfer.session.handshake
-    transfer.session.waiting transfer.session.greeting transfer.session.sender
+    transfer.session transfer.session.base transfer.session.deadlines transfer.session.sources transfer.session.plan
+    transfer.session.checksums transfer.session.outgoing transfer.session.handshake
+    transfer.session.waiting transfer.session.greeting transfer.session.held transfer.session.sender
     transfer.session.incoming transfer.session.receiver transfer.session.joined
     transfer.wire transfer.wire.awake transfer.wire.worker transfer.wire.budget transfer.wire.loop transfer.wire.access
     transfer.wire.strangers transfer.wire.endpoint

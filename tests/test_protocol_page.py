@@ -14,6 +14,7 @@ from kvcore.spec import Ranks
 from kvcore.transfer.messages import control, manifest
 from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.checksums import MAX_CHECKED_BYTES
+from kvcore.transfer.session.waiting import MAX_WAITING_ASKS, MAX_WAITING_TOTAL
 from kvcore.transfer.wire import budget
 from kvcore.transfer.wire.strangers import MAX_STRANGERS, MAX_UNSEEN_BYTES
 
@@ -86,6 +87,9 @@ def test_limits_and_version() -> None:
         "token of a request": control.MAX_TOKEN_BYTES,
         "request id": control.MAX_REQUEST_ID,
         "instance id": control.MAX_INSTANCE_ID,
+        "attempts renewed by a heartbeat": control.MAX_RENEWALS,
+        "asks waiting for what is not begun": MAX_WAITING_ASKS,
+        "asks waiting in all": MAX_WAITING_TOTAL,
         "text of an error": control.MAX_ERROR_TEXT,
         "fields of an error": control.MAX_ERROR_BYTES,
         "nesting of an error's fields": control.MAX_ERROR_DEPTH,

@@ -77,7 +77,7 @@ class Scene:
             assert control.decode(control.encode(answer)) == answer
 
     def demand_forgotten(self, peer: bytes) -> None:
-        records = list(self.sender._requests.values())
+        records = self.sender._requests.records()
         assert not any(peer in record.readers for record in records)
         assert not self.sender._waiting.asked_by(peer)
         if self.sent % 256 == 0:

@@ -531,7 +531,7 @@ def test_a_cut_connection_is_noticed_by_the_next_heartbeat(kit: ModuleType, host
         )
     )
     sender.endpoint.begin("x", 4)
-    while not sender.endpoint._sender._requests["x"].readers:
+    while not sender.endpoint._sender._requests.get("x").readers:
         time.sleep(0.01)
     context.destroy(linger=0)
     started = time.monotonic()

@@ -92,7 +92,7 @@ def test_a_commit_counts_no_more_early_bytes_than_bytes(kit: ModuleType, net: An
     receiver.ask("x", table(3), 0, 3)
     net.sender.begin("x", 3)
     net.settle()
-    net.sender._requests["x"].readers[R1].early = 2**61
+    net.sender._requests.get("x").readers[R1].early = 2**61
     net.sender.offer("x", 0, 3, [kit.payload([11], 0)], last=True)
     net.settle()
     assert not any(isinstance(event, ReceiveDone) for event in receiver.events())

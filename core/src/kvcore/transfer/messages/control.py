@@ -38,6 +38,9 @@ MAX_REQUEST_ID = 256
 MAX_INSTANCE_ID = 256
 """Longest instance id, in characters."""
 
+MAX_RENEWALS = 4096
+"""Most attempts that one heartbeat renews; who works on more sends several."""
+
 MAX_ERROR_TEXT = 4096
 """Longest code, message, remedy or text among the fields of an error, in characters."""
 
@@ -144,6 +147,24 @@ def _pack_fields(fields: dict[str, Any]) -> bytes:
 
 
 _LEFT_OUT = "… (too long to be sent)"
+
+
+_MAX_SHOWN = 256
+"""Characters of a text, and names of fields, that are shown of what a peer may have chosen."""
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
+
+
+def shown(error: KVCoreError) -> dict[str, Any]:
+    """An error for the log, cut where a peer may have made it long; a number or a truth is shown as it is."""
+    facts = error.as_dict()
+    fields = {
+        _brief(name): value if isinstance(value, int | float | None) else _brief(str(value))
+        for name, value in list(facts["fields"].items())[:_MAX_SHOWN]
+    }
+    return {**{name: _brief(facts[name]) for name in ("code", "message", "remedy")}, "fields": fields}
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -313,7 +334,7 @@ class Renewal(msgspec.Struct, frozen=True):
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     """Either way, once in a while: I am alive. A receiver lists the attempts it is working on."""
 
-    renew: tuple[Renewal, ...] = ()
+    renew: Annotated[tuple[Renewal, ...], msgspec.Meta(max_length=MAX_RENEWALS)] = ()
 
 
 class Bye(Message, frozen=True, kw_only=True, tag="bye"):

@@ -12,6 +12,7 @@ from kvcore.transfer.messages import control
 from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.base import Clock, Peer, SendEvent, Session, TransferOptions, mistaken
 from kvcore.transfer.session.checksums import SenderChecksums
+from kvcore.transfer.session.deadlines import Deadlines
 from kvcore.transfer.session.handshake import refused, remote_manifest, same_rank
 from kvcore.transfer.session.outgoing import PeerState
 
@@ -33,6 +34,7 @@ class Greeter(Session[SendEvent]):
         self.checksums = checksums
         self._manifest_bytes = manifest.encode()
         self._peers: dict[Peer, PeerState] = {}
+        self._beats: Deadlines[Peer] = Deadlines()
         self._greeted: set[Peer] = set()
         self.discreet = False
 
@@ -49,6 +51,11 @@ class Greeter(Session[SendEvent]):
     def peers(self) -> dict[Peer, str]:
         """Instance ids of the receivers that have said hello."""
         return {peer: state.instance for peer, state in self._peers.items()}
+
+    def _watch(self, peer: Peer, state: PeerState) -> None:
+        """Look at a peer again when it is time for a heartbeat or it may be lost; both only move later."""
+        options = self.options
+        self._beats.set(peer, min(state.sent_at + options.heartbeat_s, state.heard_at + options.peer_timeout_s))
 
     def _hello(self, peer: Peer, message: control.Hello) -> None:
         if peer in self._peers:
@@ -67,13 +74,14 @@ class Greeter(Session[SendEvent]):
             remote = read.result()
             before = same_rank(self._peers.values(), remote)
         except TransferError as error:
-            _log.warning("hello refused", peer=peer.hex(), error=error.as_dict())
+            _log.warning("hello refused", peer=peer.hex(), error=control.shown(error))
             self._post(peer, control.Refused(**address, error=refused(error, discreet=self.discreet)))
             return
         for old in [old for old, state in self._peers.items() if state is before]:
             self._drop(old, PeerLostError("the receiver was restarted", got=remote.instance))
         now = self._clock()
-        self._peers[peer] = PeerState(remote, heard_at=now, sent_at=now)
+        state = self._peers[peer] = PeerState(remote, heard_at=now, sent_at=now)
+        self._watch(peer, state)
         self._post(peer, control.Welcome(**address, protocol=self.manifest.protocol, manifest=self._manifest_bytes))
 
     def _taken(self, peer: Peer, message: control.Taken) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -173,6 +173,12 @@ def check_ask(request: str, start: int, stop: int, token: bytes) -> None:
     control.check_token(request, token)
     if not 0 <= start <= stop:
         raise RequestError("not a token range", request=request, start=start, stop=stop)
+
+
+def renewals(records: Sequence[Incoming], since: float) -> list[tuple[control.Renewal, ...]]:
+    """What heartbeats say of requests: of those whose reads were all started after ``since``. One heartbeat at least."""
+    moving = [record.renewal() for record in records if record.moves(since)]
+    return [tuple(moving[at : at + control.MAX_RENEWALS]) for at in range(0, max(len(moving), 1), control.MAX_RENEWALS)]
 
 
 def check_tables(

@@ -109,7 +109,7 @@ class JoinedReceiver(Session[ReceiveEvent]):
         self._traits = traits or TransportTraits(executes_programs=True)
         self._attempts = 0
         self._joints: dict[str, _Joint] = {}
-        self._noisy: list[_Joint] = []
+        self._noisy: dict[str, list[_Joint]] = {}
 
     # --- the engine's calls ---
 
@@ -334,17 +334,22 @@ class JoinedReceiver(Session[ReceiveEvent]):
         del self._joints[joint.request]
         quiet = all(joint.ended.values())
         if not quiet:
-            self._noisy.append(joint)
+            self._noisy.setdefault(joint.request, []).append(joint)
         self._events.append(ReceiveFailed(joint.request, joint.attempt, joint.error, quiet))
 
     def _quiet(self, number: int, event: ReceiveQuiet) -> None:
-        for joint in list(self._noisy) + list(self._joints.values()):
-            if joint.request == event.request and joint.ended.get(number) is False:
-                joint.ended[number] = True
-                if joint in self._noisy and all(joint.ended.values()):
-                    self._noisy.remove(joint)
-                    self._events.append(ReceiveQuiet(joint.request, joint.attempt))
-                return
+        noisy = self._noisy.get(event.request, [])
+        now = self._joints.get(event.request)
+        for joint in [*noisy, *([now] if now is not None else [])]:
+            if joint.ended.get(number) is not False:
+                continue
+            joint.ended[number] = True
+            if joint is not now and all(joint.ended.values()):
+                noisy.remove(joint)
+                if not noisy:
+                    del self._noisy[event.request]
+                self._events.append(ReceiveQuiet(joint.request, joint.attempt))
+            return
 
 
 def name(number: int) -> Peer:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import ProtocolError, RequestError, TransferError
+from kvcore.errors import KVCoreError, ProtocolError, RequestError, TransferError, TransferExpiredError
 from kvcore.requests.payload import Payload
 from kvcore.transfer.messages import control
 from kvcore.transfer.messages.manifest import Manifest
@@ -124,6 +124,7 @@ class Outgoing:
         readers: by peer.
         lease_ends: when the lease ends of ranks that have not asked; None until the prompt is complete.
         committed: every rank has everything, and was told that it is valid.
+        units: of its offers.
     """
 
     request: str
@@ -139,6 +140,7 @@ class Outgoing:
     readers: dict[Peer, Reader] = field(default_factory=dict)
     lease_ends: float | None = None
     committed: bool = False
+    units: int = 0
 
     @property
     def everyone_asked(self) -> bool:
@@ -158,12 +160,12 @@ class Outgoing:
             add_bytes(total, reader.nbytes)
         return total
 
-    def ended_lease(self, now: float) -> bool:
-        """Whether the lease of anyone who has still to acknowledge has ended."""
+    def lease(self) -> float | None:
+        """When the first lease ends of anyone who has still to acknowledge; None where nobody has one."""
         leases = [reader.lease_ends for reader in self.readers.values() if not reader.acked]
         if not self.everyone_asked:
             leases.append(self.lease_ends)
-        return any(lease is not None and now >= lease for lease in leases)
+        return min((lease for lease in leases if lease is not None), default=None)
 
 
 def check_offer(record: Outgoing, start: int, stop: int, *, last: bool, engine_data: bytes) -> None:
@@ -312,6 +314,16 @@ def offer_message(
         payloads=offer.payloads,
         last=offer.last,
     )
+
+
+def failure_message(
+    address: Mapping[str, str], request: str, asker: Asker, error: KVCoreError
+) -> control.Expired | control.Abort:
+    """How it is told to who asked that a request is over without success."""
+    if isinstance(error, TransferExpiredError):
+        return control.Expired(**address, request=request, attempt=asker.attempt)
+    told = control.WireError.of(error)
+    return control.Abort(**address, request=request, attempt=asker.attempt, error=told)
 
 
 def commit_message(address: Mapping[str, str], record: Outgoing, reader: Reader) -> control.Commit:

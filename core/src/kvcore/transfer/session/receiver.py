@@ -55,6 +55,7 @@ from kvcore.transfer.session.incoming import (
     not_held,
     not_quiet,
     pull_of,
+    renewals,
     transport_failed,
     why_gone,
 )
@@ -106,6 +107,7 @@ class ReceiverSession(Session[ReceiveEvent]):
         self._heard_at = self._sent_at = clock()
         self._attempts = 0
         self._requests: dict[str, Incoming] = {}
+        self._reading: dict[int, Incoming] = {}  # by attempt: with reads under way, the only ones a tick looks at
         self._orphans = Orphans()
         self.bytes_read = 0
         self.copy_seconds = 0.0
@@ -194,7 +196,7 @@ class ReceiverSession(Session[ReceiveEvent]):
     @property
     def reads_in_flight(self) -> int:
         """Reads that are not terminal."""
-        return self._orphans.reads + sum(len(record.reads) for record in self._requests.values())
+        return self._orphans.reads + sum(len(record.reads) for record in self._reading.values())
 
     # --- the wire ---
 
@@ -227,7 +229,7 @@ class ReceiverSession(Session[ReceiveEvent]):
 
     def broken(self, peer: Peer, error: ProtocolError) -> None:
         """Handle what could not be decoded: it fails the attempt it was about, else the whole conversation."""
-        _log.warning("bad control message", error=error.as_dict())
+        _log.warning("bad control message", error=control.shown(error))
         request, attempt = error.fields.get("request"), error.fields.get("attempt")
         record = self._requests.get(request) if isinstance(request, str) else None
         if record is not None and record.attempt == attempt:
@@ -259,7 +261,7 @@ class ReceiverSession(Session[ReceiveEvent]):
                 self._end(no_answer(options.hello_timeout_s))
             elif self.remote is not None and now - self._sent_at >= options.heartbeat_s:
                 self._heartbeat(now)
-        for record in [record for record in self._requests.values() if record.error is not None]:
+        for record in [item for item in self._reading.values() if item.error is not None]:
             self._settle(record)
 
     def close(self, reason: str = "receiver closed") -> None:
@@ -276,9 +278,8 @@ class ReceiverSession(Session[ReceiveEvent]):
 
     def give_up_reads(self) -> None:
         """Report every request whose reads are still not terminal as failed and not quiet."""
-        for record in list(self._requests.values()):
-            if record.error is not None:
-                self._report(record, quiet=not record.reads)
+        for record in [item for item in self._reading.values() if item.error is not None]:
+            self._report(record, quiet=not record.reads)
 
     # --- inside ---
 
@@ -294,8 +295,8 @@ class ReceiverSession(Session[ReceiveEvent]):
         for record in live:
             if record.asked_commit_at is not None and record.commit is None:
                 self._ask_commit(record)
-        moving = tuple(item.renewal() for item in live if item.moves(now - self.options.read_timeout_s))
-        self._post(control.Heartbeat(**self._address(), renew=moving))
+        for renew in renewals(live, now - self.options.read_timeout_s):
+            self._post(control.Heartbeat(**self._address(), renew=renew))
 
     def _welcome(self, message: control.Welcome) -> None:
         if self.remote is not None:
@@ -337,6 +338,7 @@ class ReceiverSession(Session[ReceiveEvent]):
         if pull.jobs:
             handle = self.connection.read(pull.jobs)
             record.reads.append(Read(offer, handle, pull.nbytes, self._clock()))
+            self._reading[record.attempt] = record
         else:
             self._landed(record, offer, {})
         self._maybe_ask_commit(record)
@@ -347,15 +349,12 @@ class ReceiverSession(Session[ReceiveEvent]):
         self._events.append(ReceiveProgress(record.request, record.attempt, offer.start, offer.stop))
 
     def _poll_reads(self) -> None:
-        for record in list(self._requests.values()):
-            before = len(record.reads)
+        for record in list(self._reading.values()):
             for read in list(record.reads):
                 self._poll_read(record, read)
-            if before and not record.reads:
-                if record.error is not None:
-                    self._settle(record)
-                else:
-                    self._maybe_ask_commit(record)
+            if not record.reads:
+                self._reading.pop(record.attempt, None)
+                (self._maybe_ask_commit if record.error is None else self._settle)(record)
         self._events.extend(ReceiveQuiet(record.request, record.attempt) for record in self._orphans.quiet())
 
     def _poll_read(self, record: Incoming, read: Read) -> None:
@@ -435,6 +434,7 @@ class ReceiverSession(Session[ReceiveEvent]):
     def _report(self, record: Incoming, *, quiet: bool) -> None:
         assert record.error is not None
         del self._requests[record.request]
+        self._reading.pop(record.attempt, None)
         if not quiet:
             self._orphans.add(record)
         self._events.append(ReceiveFailed(record.request, record.attempt, record.error, quiet))

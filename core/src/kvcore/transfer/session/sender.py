@@ -39,6 +39,7 @@ from kvcore.transfer.session.base import (
 )
 from kvcore.transfer.session.checksums import SenderChecksums
 from kvcore.transfer.session.greeting import Greeter
+from kvcore.transfer.session.held import Held
 from kvcore.transfer.session.outgoing import (
     Ask,
     Asker,
@@ -53,6 +54,7 @@ from kvcore.transfer.session.outgoing import (
     check_pulled_all,
     check_units,
     commit_message,
+    failure_message,
     offer_message,
 )
 from kvcore.transfer.session.waiting import Waiting
@@ -72,7 +74,7 @@ class SenderSession(Greeter):
         checksums: SenderChecksums | None = None,
     ) -> None:
         super().__init__(manifest, clock, options or TransferOptions(), checksums)
-        self._requests: dict[str, Outgoing] = {}
+        self._requests = Held()
         self._waiting = Waiting()
 
     # --- the engine's calls ---
@@ -89,7 +91,7 @@ class SenderSession(Greeter):
             raise RequestError("a prompt cannot have a negative length", request=request, got=num_tokens)
         if request in self._requests:
             raise DuplicateRequestError("request is being sent already", request=request)
-        record = self._requests[request] = Outgoing(request, num_tokens, token)
+        record = self._requests.begin(request, num_tokens, token)
         for ask in self._waiting.begin(request):
             self._attach(record, ask)
 
@@ -113,15 +115,9 @@ class SenderSession(Greeter):
         record = self._known(request)
         check_offer(record, start, stop, last=last, engine_data=engine_data)
         ends = check_payloads(self.manifest, record, payloads)
-        record.ends.update(ends)
-        record.offers.append(Offered(start, stop, tuple(payloads), last))
-        record.offered_tokens = stop
+        self._requests.offer(record, Offered(start, stop, tuple(payloads), last), ends)
         if last:
-            record.complete = True
-            record.engine_data = bytes(engine_data)
-            record.lease_ends = self._clock() + self.options.lease_s
-            for reader in record.readers.values():
-                reader.lease_ends = record.lease_ends
+            self._requests.complete(record, bytes(engine_data), self._clock() + self.options.lease_s)
         self._push(record)
 
     def note_chunk_start(self, request: str, *, last: bool) -> None:
@@ -145,11 +141,11 @@ class SenderSession(Greeter):
 
     def requests(self) -> tuple[str, ...]:
         """Ids of the requests that are begun and not over."""
-        return tuple(self._requests)
+        return self._requests.ids()
 
     def held_units(self) -> int:
         """Units offered and not released yet, over all requests (each range counted once per component set)."""
-        return sum(p.num_units for r in self._requests.values() for offer in r.offers for p in offer.payloads)
+        return self._requests.units
 
     # --- the wire ---
 
@@ -187,7 +183,7 @@ class SenderSession(Greeter):
 
     def broken(self, peer: Peer, error: ProtocolError) -> None:
         """Handle what could not be decoded: it fails the attempt it was about, else the whole conversation."""
-        _log.warning("bad control message", peer=peer.hex(), error=error.as_dict())
+        _log.warning("bad control message", peer=peer.hex(), error=control.shown(error))
         request, attempt = error.fields.get("request"), error.fields.get("attempt")
         if isinstance(request, str) and isinstance(attempt, int):
             held = self._held(peer, request, attempt)
@@ -208,29 +204,32 @@ class SenderSession(Greeter):
     def tick(self) -> None:
         """Let time pass: heartbeats, silent peers, leases. Call at least once a heartbeat."""
         now, options = self._clock(), self.options
-        for peer, state in list(self._peers.items()):
+        for peer in self._beats.due(now):
+            state = self._peers[peer]
             if now - state.heard_at > options.peer_timeout_s:
                 self.lost(peer, f"silent for {options.peer_timeout_s} s")
-            elif now - state.sent_at >= options.heartbeat_s:
+                continue
+            if now >= state.sent_at + options.heartbeat_s:
                 self._post(peer, control.Heartbeat(src=self.instance, dst=state.instance))
-        for record in list(self._requests.values()):
-            if record.ended_lease(now):
-                late = "lease ended before the receiver acknowledged"
-                self._fail(record, TransferExpiredError(late, request=record.request, lease_s=options.lease_s))
-        for request, ask in self._waiting.asked_before(now - options.ask_timeout_s):
+            self._watch(peer, state)
+        for record in self._requests.expired(now):
+            late = "lease ended before the receiver acknowledged"
+            self._fail(record, TransferExpiredError(late, request=record.request, lease_s=options.lease_s))
+        for request, ask in self._waiting.due(now):
             never = "the sender's engine never began the request"
             error = TransferExpiredError(never, request=request, ask_timeout_s=options.ask_timeout_s)
             self._unask(request, ask, error)
 
     def close(self, reason: str = "sender closed") -> None:
         """Fail everything and say goodbye. Idempotent."""
-        for record in list(self._requests.values()):
+        for record in self._requests.records():
             self._fail(record, TransferAbortedError(reason, request=record.request))
         self._waiting.clear()
         for peer, state in list(self._peers.items()):
             error = PeerLostError(reason, instance=self.instance)
             self._post(peer, control.Bye(src=self.instance, dst=state.instance, error=control.WireError.of(error)))
         self._peers.clear()
+        self._beats.clear()
 
     # --- inside ---
 
@@ -252,17 +251,11 @@ class SenderSession(Greeter):
     def _tell(self, request: str, asker: Asker, error: KVCoreError) -> None:
         if asker.peer not in self._peers:
             return
-        if isinstance(error, TransferExpiredError):
-            self._post(asker.peer, control.Expired(**self._address(asker), request=request, attempt=asker.attempt))
-            return
-        told = control.WireError.of(error)
-        self._post(
-            asker.peer, control.Abort(**self._address(asker), request=request, attempt=asker.attempt, error=told)
-        )
+        self._post(asker.peer, failure_message(self._address(asker), request, asker, error))
 
     def _fail(self, record: Outgoing, error: KVCoreError, *, culprit: Peer | None = None) -> None:
         """End a request without success, and say so to every rank that asked and does not know (``culprit`` does)."""
-        del self._requests[record.request]
+        self._requests.remove(record)
         told = set()
         for peer, reader in record.readers.items():
             state = self._peers.get(peer)
@@ -283,15 +276,13 @@ class SenderSession(Greeter):
     def _drop(self, peer: Peer, error: KVCoreError) -> None:
         """A receiver is gone: its requests fail, for the other ranks of its engine too."""
         state = self._peers.pop(peer, None)
+        self._beats.drop(peer)
         if self.checksums is not None:
             self.defer(partial(self.checksums.forget, peer), lambda _: None)
         for request, ask in self._waiting.asked_by(peer):
             self._unask(request, ask, error, culprit=peer)
-        for record in list(self._requests.values()):
-            reader = record.readers.get(peer)
-            waits = state is not None and record.engine == state.engine and not record.everyone_asked
-            if (reader is not None and not reader.acked) or (reader is None and waits):
-                self._fail(record, error, culprit=peer)
+        for record in self._requests.of_peer(peer, state):
+            self._fail(record, error, culprit=peer)
 
     def _ask(self, peer: Peer, state: PeerState, message: control.Ask) -> None:
         asker = Asker(peer, message.attempt)
@@ -312,7 +303,10 @@ class SenderSession(Greeter):
         elif record is not None:
             self._attach(record, ask)
         else:
-            self._waiting.add(message.request, ask)
+            try:
+                self._waiting.add(message.request, ask, ask.asked_at + self.options.ask_timeout_s)
+            except TransferError as error:
+                self._tell(message.request, asker, error)
 
     def _attach(self, record: Outgoing, ask: Ask) -> None:
         try:
@@ -320,10 +314,7 @@ class SenderSession(Greeter):
         except TransferError as error:
             self._tell(record.request, ask.asker, error)
             return
-        record.engine, record.num_readers = ask.engine, self._peers[ask.asker.peer].num_ranks
-        record.readers[ask.asker.peer] = reader = Reader(ask.asker, ask.start == ask.stop, ask.layerwise)
-        if record.complete:
-            reader.lease_ends = self._clock() + self.options.lease_s
+        self._requests.attach(record, ask, self._peers[ask.asker.peer], self._clock() + self.options.lease_s)
         self._push(record)
 
     def _push(self, record: Outgoing) -> None:
@@ -419,7 +410,7 @@ class SenderSession(Greeter):
         reader.acked = True
         if not all(item.acked for item in record.readers.values()):
             return
-        del self._requests[record.request]
+        self._requests.remove(record)
         total, early = record.total_bytes(), sum(item.early or 0 for item in record.readers.values())
         self._events.append(SendDone(record.request, message.attempt, record.num_tokens, total, early))
 
