@@ -10,10 +10,18 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import bench_kernels, bench_manager, bench_moves, bench_mxfp8, bench_retraction, bench_transfer
+from benchmarks import (
+    bench_kernels,
+    bench_manager,
+    bench_moves,
+    bench_mxfp8,
+    bench_retraction,
+    bench_scale,
+    bench_transfer,
+)
 from benchmarks.timing import Figure
 
-MODULES = (bench_manager, bench_moves, bench_transfer, bench_retraction, bench_kernels, bench_mxfp8)
+MODULES = (bench_manager, bench_moves, bench_transfer, bench_scale, bench_retraction, bench_kernels, bench_mxfp8)
 BENCHES = {module.__name__.rpartition("_")[2]: module for module in MODULES}
 
 
