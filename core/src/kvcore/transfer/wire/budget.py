@@ -127,7 +127,7 @@ class Inlet:
         frame = self._socket.recv(zmq.NOBLOCK, copy=False)  # a message arrives whole or not at all
         more = bool(frame.more)
         data = b"" if more or self._begun is not None else frame.bytes
-        return Arrived(peer, int(frame.get(zmq.SRCFD)), data, 1, len(frame)), more
+        return Arrived(peer, _source(frame), data, 1, len(frame)), more
 
 
 class Unsent:
@@ -180,3 +180,11 @@ class Unsent:
         """Nothing waits for a peer any more."""
         self._queues.pop(peer, None)
         self._bytes.pop(peer, None)
+
+
+def _source(frame: zmq.Frame) -> int:
+    """The descriptor that a frame came over; −1 where ZeroMQ does not know."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1

@@ -112,7 +112,8 @@ class Strangers:
 
     def cut(self, fd: int, peer: Peer) -> None:
         """Look at nothing of a connection any more, and close it once what was sent last may have arrived."""
-        self._cut[fd] = (self._clock(), peer)
+        if fd >= 0:  # else ZeroMQ did not say which it is
+            self._cut[fd] = (self._clock(), peer)
 
     def cut_peers(self) -> list[Peer]:
         """Who was cut off and is not closed yet."""
