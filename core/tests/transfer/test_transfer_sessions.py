@@ -854,3 +854,23 @@ def test_options_are_checked() -> None:
     for wrong in ({"lease_s": 0}, {"heartbeat_s": -1}, {"lease_s": 1, "heartbeat_s": 2}, {"quiesce_s": float("nan")}):
         with pytest.raises(ConfigError):
             TransferOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_long_read_is_renewed_while_others_are_asked_for(net: Any, kit: Any) -> None:
+    """Renewals come at their own time, whatever else a receiver has to say."""
+    receiver = net.receivers[R1]
+    receiver.ask("long", table(3), 0, 4)
+    net.sender.begin("long", 4)
+    net.sender.offer("long", 0, 4, [kit.payload([11], 0)], last=True)
+    net.settle(reads=False)
+    step = net.options.heartbeat_s / 2
+    for number in range(int(net.options.lease_s / step / 2) * 2 - 2):
+        receiver.ask(f"other-{number}", {}, 4, 4)
+        net.clock.now += step
+        receiver.tick()
+        net.settle(reads=False)
+        net.sender.tick()
+    net.clock.now += 5 * step
+    net.sender.tick()
+    assert net.sender.has("long")
+    assert not net.sender.events()

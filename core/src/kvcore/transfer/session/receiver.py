@@ -104,7 +104,7 @@ class ReceiverSession(Session[ReceiveEvent]):
         self._checksums = checksums
         self._layerwise = False
         self._sender = ""
-        self._heard_at = self._sent_at = clock()
+        self._heard_at = self._beat_at = clock()
         self._attempts = 0
         self._requests: dict[str, Incoming] = {}
         self._reading: dict[int, Incoming] = {}  # by attempt: with reads under way, the only ones a tick looks at
@@ -259,7 +259,7 @@ class ReceiverSession(Session[ReceiveEvent]):
                 self.lost(f"silent for {options.peer_timeout_s} s")
             elif self.remote is None and now - self._heard_at > options.hello_timeout_s:
                 self._end(no_answer(options.hello_timeout_s))
-            elif self.remote is not None and now - self._sent_at >= options.heartbeat_s:
+            elif self.remote is not None and now - self._beat_at >= options.heartbeat_s:
                 self._heartbeat(now)
         for record in [item for item in self._reading.values() if item.error is not None]:
             self._settle(record)
@@ -287,10 +287,10 @@ class ReceiverSession(Session[ReceiveEvent]):
         return {"src": self.instance, "dst": self._sender}
 
     def _post(self, message: control.AnyMessage) -> None:
-        self._sent_at = self._clock()
         self._outbox.append((SENDER, message))
 
     def _heartbeat(self, now: float) -> None:
+        self._beat_at = now
         live = [record for record in self._requests.values() if record.error is None]
         for record in live:
             if record.asked_commit_at is not None and record.commit is None:
