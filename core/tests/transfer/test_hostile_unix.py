@@ -20,6 +20,7 @@ import pytest
 from kvcore.contract import ReadJob
 from kvcore.errors import TransferError
 from kvcore.layout.moves import Program
+from kvcore.transfer.shm.server import ShmServer
 from kvcore.transfer.shm.stage_wire import HEADER
 from kvcore.transfer.shm.transport import ShmTransport
 
@@ -170,3 +171,21 @@ def test_strangers_at_the_socket(pair: Pair) -> None:
         raw.close()
     assert settles_at(before)
     assert threading.active_count() <= threads
+
+
+def test_what_goes_wrong_with_a_client_costs_its_connection(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is: the thread goes on serving the others."""
+    receive, wrong = ShmServer._receive, iter([RuntimeError("a fault"), MemoryError("all of it")])
+
+    def once(server: ShmServer, fd: int) -> None:
+        for error in wrong:
+            raise error
+        receive(server, fd)
+
+    monkeypatch.setattr(ShmServer, "_receive", once)
+    for _ in range(2):
+        with pair.knock() as raw:
+            raw.sendall(b"x")
+            with contextlib.suppress(ConnectionResetError):
+                assert raw.recv(1) == b""
+    pair.read()

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvcore.log import get_logger
+from kvcore.log import get_logger, plain_trace
 from kvcore.transfer.shm.stage_server import Device, Stager
 from kvcore.transfer.users import is_own, unix_uid
 
@@ -113,15 +113,24 @@ class ShmServer:
                     return
                 if fd == self._listener.fileno():
                     self._accept()
-                elif stager is not None and fd in stager:
-                    if not stager.receive(fd):
-                        self._drop(fd)
                 else:
-                    self._receive(fd)
+                    self._serve(fd)
             if stager is not None and busy:
                 for fd in stager.pump():
                     self._drop(fd)
                 time.sleep(_FENCE_POLL_S)
+
+    def _serve(self, fd: int) -> None:
+        """Read what a client sends. Whatever goes wrong costs its own connection, not the service of others."""
+        try:
+            if self._stager is None or fd not in self._stager:
+                self._receive(fd)
+            elif not self._stager.receive(fd):
+                self._drop(fd)
+        except Exception as error:  # noqa: BLE001 -- see above
+            _log.error("a peer could not be served", trace=plain_trace(error))
+            if fd in self._clients:
+                self._drop(fd)
 
     def _accept(self) -> None:
         try:
