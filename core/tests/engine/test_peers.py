@@ -432,9 +432,10 @@ def test_a_prompt_that_is_offered_is_not_computed_on(
         for layer in LAYERS:
             step.store(layer, token_rows(9, 6, 1))
         step.commit()
-    receive.ask("x", 6)
+    receive.ask("never begun", 6)
     with pytest.raises(RequestError, match="in a transfer"):
-        decode.begin([("x", 1)])
+        decode.begin([("never begun", 1)])
+    receive.ask("x", 6)
     take(receive, (ReceiveDone,))
     assert_holds(decode, "x", 7, 6)
     with decode.begin([("x", 1)]):
