@@ -14,6 +14,7 @@ from kvcore.spec import Ranks
 from kvcore.transfer.messages import control, manifest
 from kvcore.transfer.messages.manifest import Manifest
 from kvcore.transfer.session.checksums import MAX_CHECKED_BYTES
+from kvcore.transfer.session.greeting import MAX_UNREAD_BYTES
 from kvcore.transfer.session.waiting import MAX_WAITING_ASKS, MAX_WAITING_TOTAL
 from kvcore.transfer.wire import budget
 from kvcore.transfer.wire.strangers import MAX_STRANGERS, MAX_UNSEEN_BYTES
@@ -94,6 +95,7 @@ def test_limits_and_version() -> None:
         "fields of an error": control.MAX_ERROR_BYTES,
         "nesting of an error's fields": control.MAX_ERROR_DEPTH,
         "unit under checksums": MAX_CHECKED_BYTES,
+        "manifests waiting to be read": MAX_UNREAD_BYTES,
         "connections without a hello": MAX_STRANGERS,
         "messages before an accepted hello": budget.MAX_FIRST_MESSAGES,
         "bytes without a whole message": MAX_UNSEEN_BYTES,

@@ -13,6 +13,7 @@ import pytest
 
 from kvcore.errors import ProtocolError, TransferError
 from kvcore.transfer.messages import control
+from kvcore.transfer.session import greeting
 from kvcore.transfer.session.base import ReceiveDone, ReceiveFailed, SendDone, SendFailed, TransferOptions
 from kvcore.transfer.shm.transport import ShmTransport
 from kvcore.transfer.wire.awake import AwakeClock
@@ -244,3 +245,37 @@ def test_a_hello_that_cannot_be_worked_on_is_refused(kit: ModuleType, monkeypatc
     assert [type(message) for message in messages] == [control.Refused]
     assert isinstance(messages[0].error.unpack(), ProtocolError)
     assert net.sender.peers() == {R1: "r1"}
+
+
+def test_hellos_that_wait_to_be_read_are_bounded(kit: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes again and again as somebody else; those that are read make room."""
+    net = kit.Net(["r1"])
+    monkeypatch.setattr(greeting, "MAX_UNREAD_BYTES", 100)
+    later = Later()
+    net.sender.defer = later.defer
+    net.sender.outbox()
+
+    def hello(name: str) -> list[str]:
+        net.sender.handle(name.encode(), control.Hello(src=name, dst="", protocol=(1, 0), manifest=b"\x80" * 40))
+        return [message.error.message for peer, message in net.sender.outbox() if peer == name.encode()]
+
+    assert [hello(name) for name in ("a", "b")] == [[], []]
+    assert hello("c") == ["too many hellos wait to be read"]
+    assert len(later.waiting) == 2
+    assert net.sender.peers() == {R1: "r1"}
+    later.run(net.sender)
+    net.sender.outbox()
+    assert hello("c") == []
+    assert len(later.waiting) == 1
+
+
+def test_what_is_taken_is_said_once(kit: ModuleType, net: Any) -> None:
+    """Each takes a while to plan: a peer that repeats it does not keep others waiting."""
+    later = Later()
+    net.sender.defer = later.defer
+    taken = control.Taken(src="r1", dst="sender-1", groups={})
+    net.sender.handle(R1, taken)
+    assert net.sender.peers() == {R1: "r1"}
+    net.sender.handle(R1, taken)
+    assert net.sender.peers() == {}
+    assert [work.func.__name__ for work, _ in later.waiting] == ["expect", "forget"]

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from concurrent.futures import Future
 from functools import partial
 
-from kvcore.errors import KVCoreError, PeerLostError, ProtocolError, TransferError
+from kvcore.errors import HandshakeError, KVCoreError, PeerLostError, ProtocolError, TransferError
 from kvcore.log import get_logger
 from kvcore.transfer.messages import control
 from kvcore.transfer.messages.manifest import Manifest
@@ -17,6 +17,9 @@ from kvcore.transfer.session.handshake import refused, remote_manifest, same_ran
 from kvcore.transfer.session.outgoing import PeerState
 
 _log = get_logger("kvcore.transfer.sender")
+
+MAX_UNREAD_BYTES = 64 << 20
+"""Most bytes of manifests that wait to be read, of all peers together."""
 
 
 class Greeter(Session[SendEvent]):
@@ -36,6 +39,7 @@ class Greeter(Session[SendEvent]):
         self._peers: dict[Peer, PeerState] = {}
         self._beats: Deadlines[Peer] = Deadlines()
         self._greeted: set[Peer] = set()
+        self._unread_bytes = 0
         self.discreet = False
 
     @abstractmethod
@@ -60,35 +64,50 @@ class Greeter(Session[SendEvent]):
     def _hello(self, peer: Peer, message: control.Hello) -> None:
         if peer in self._peers:
             self._drop(peer, PeerLostError("the receiver was restarted", got=message.src))
-        if peer not in self._greeted:  # one at a time: a manifest takes long to read
-            self._greeted.add(peer)
-            self.defer(lambda: remote_manifest(self.manifest, message), lambda read: self._read(peer, message, read))
+        if peer in self._greeted:
+            return  # one at a time: a manifest takes long to read
+        if self._unread_bytes + len(message.manifest) > MAX_UNREAD_BYTES:
+            self._refuse(peer, message, HandshakeError("too many hellos wait to be read", remedy="connect again"))
+            return
+        self._greeted.add(peer)
+        self._unread_bytes += len(message.manifest)
+        self.defer(lambda: remote_manifest(self.manifest, message), lambda read: self._read(peer, message, read))
+
+    def _refuse(self, peer: Peer, message: control.Hello, error: TransferError) -> None:
+        _log.warning("hello refused", peer=peer.hex(), error=control.shown(error))
+        told = refused(error, discreet=self.discreet)
+        self._post(peer, control.Refused(src=self.instance, dst=message.src, error=told))
 
     def _read(self, peer: Peer, message: control.Hello, read: Future[Manifest]) -> None:
         """The manifest of a hello was read."""
         self._greeted.discard(peer)
-        address = {"src": self.instance, "dst": message.src}
+        self._unread_bytes -= len(message.manifest)
         try:
             if read.exception() is not None:
                 raise mistaken(read.exception())
             remote = read.result()
             before = same_rank(self._peers.values(), remote)
         except TransferError as error:
-            _log.warning("hello refused", peer=peer.hex(), error=control.shown(error))
-            self._post(peer, control.Refused(**address, error=refused(error, discreet=self.discreet)))
+            self._refuse(peer, message, error)
             return
         for old in [old for old, state in self._peers.items() if state is before]:
             self._drop(old, PeerLostError("the receiver was restarted", got=remote.instance))
         now = self._clock()
         state = self._peers[peer] = PeerState(remote, heard_at=now, sent_at=now)
         self._watch(peer, state)
-        self._post(peer, control.Welcome(**address, protocol=self.manifest.protocol, manifest=self._manifest_bytes))
+        version, mine = self.manifest.protocol, self._manifest_bytes
+        self._post(peer, control.Welcome(src=self.instance, dst=message.src, protocol=version, manifest=mine))
 
     def _taken(self, peer: Peer, message: control.Taken) -> None:
         if self.checksums is None:
             self.broken(peer, ProtocolError("checksums are not configured", type="taken"))
             return
-        work = partial(self.checksums.expect, peer, self._peers[peer].manifest, message)
+        state = self._peers[peer]
+        if state.has_taken:
+            self.broken(peer, ProtocolError("what is taken is said once", type="taken"))
+            return
+        state.has_taken = True
+        work = partial(self.checksums.expect, peer, state.manifest, message)
         self.defer(work, partial(self._expected, peer, message.src))
 
     def _expected(self, peer: Peer, instance: str, outcome: Future[None]) -> None:

@@ -29,11 +29,13 @@ class PeerState:
     Attributes:
         manifest: what it said.
         heard_at, sent_at: when a message last came and went.
+        has_taken: it has said what it takes.
     """
 
     manifest: Manifest
     heard_at: float
     sent_at: float
+    has_taken: bool = False
 
     @property
     def instance(self) -> str:

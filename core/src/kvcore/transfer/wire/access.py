@@ -14,6 +14,7 @@ from kvcore.errors import HandshakeError
 from kvcore.log import get_logger
 from kvcore.transfer.messages import control
 from kvcore.transfer.users import Caller, caller_of, is_own, uids_of
+from kvcore.transfer.wire.budget import TURN_MESSAGES
 
 _log = get_logger("kvcore.transfer.wire")
 
@@ -49,8 +50,10 @@ class KeyList:
         listener.zap_domain = _DOMAIN
 
     def turn(self) -> None:
-        """Answer whoever asks. Never waits."""
-        while self.socket.poll(0):
+        """Answer whoever asks, up to :data:`TURN_MESSAGES` of them. Never waits."""
+        for _ in range(TURN_MESSAGES):
+            if not self.socket.poll(0):
+                return
             frames = self.socket.recv_multipart(zmq.NOBLOCK)
             version, number, domain, address, _, mechanism, key = [*frames, *[b""] * _REQUEST_FRAMES][:_REQUEST_FRAMES]
             welcome = (domain, mechanism) == (_DOMAIN, b"CURVE") and key in self._allowed
