@@ -7,7 +7,6 @@ Every round comes from one number: ``--seed N --rounds 1`` runs a round again an
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import json
 import logging
@@ -48,11 +47,8 @@ def main() -> None:
             report = rounds.run(range(options.seed, options.seed + number), tell=lambda: progress.advance(task))
     seconds = clock() - started
     if options.json:
-        print(
-            json.dumps(
-                {**dataclasses.asdict(report), "seconds" if options.processes else "cpu_seconds": seconds}, indent=2
-            )
-        )
+        timed = {"seconds" if options.processes else "cpu_seconds": seconds}
+        print(json.dumps({**vars(report), **timed}, indent=2))
     else:
         _show(report, "seconds" if options.processes else "CPU seconds", seconds)
     sys.exit(bool(report.violations))

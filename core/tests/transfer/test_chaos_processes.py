@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -41,6 +42,15 @@ def members(group: int) -> list[int]:
         if int(pgrp) == group and state != "Z":
             found.append(int(entry.parent.name))
     return found
+
+
+def test_a_run_is_told_as_json() -> None:
+    command = [sys.executable, "-m", "benchmarks.chaos", "--rounds", "3", "--json"]
+    told = json.loads(subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, check=True).stdout)
+    assert told["rounds"] == 3
+    assert told["violations"] == {}
+    assert sum(told["outcomes"].values()) > 0
+    assert set(map(type, told["outcomes"].values())) == {int}
 
 
 @pytest.mark.slow
